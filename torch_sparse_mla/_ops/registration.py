@@ -1,0 +1,120 @@
+"""Registers the operator table with PyTorch: schemas, fakes, CPU and CUDA implementations, the native library."""
+
+from pathlib import Path
+
+import torch
+
+from ..contract import strict_flag
+from .table import NAMESPACE, OPS, Op
+
+_NATIVE_PATTERN = "_native*.so"
+
+
+def _define_namespace() -> torch.library.Library:
+    try:
+        return torch.library.Library(NAMESPACE, "DEF")
+    except RuntimeError as error:
+        raise ImportError(
+            f"torch_sparse_mla: the operator namespace '{NAMESPACE}' is registered already in this process, by an earlier "
+            "import or by a second copy of the package (this one is in "
+            f"{Path(__file__).parents[1]}). Keep one copy on sys.path, and do not delete 'torch_sparse_mla' from "
+            "sys.modules to import it again: start a new process"
+        ) from error
+
+
+def _load_native() -> tuple[str | None, str | None]:
+    """Load the C++ library if it is there. Returns its path, or else the reason why it is not used."""
+    if not strict_flag("TORCH_SPARSE_MLA_NATIVE", default="1"):
+        return None, "TORCH_SPARSE_MLA_NATIVE=0"
+    built = sorted(Path(__file__).parents[1].glob(_NATIVE_PATTERN))
+    if not built:
+        return None, "not built; run 'pip install --no-build-isolation .' where a C++ compiler is installed"
+    try:
+        torch.ops.load_library(str(built[0]))
+    except OSError as error:
+        return None, f"{built[0].name} does not load: {error}"
+    return str(built[0]), None
+
+
+def _register_op(op: Op) -> None:
+    library.define(op.name + op.schema, tags=(torch.Tag.pt2_compliant_tag,))
+
+    def fake(*args: object, **kwargs: object) -> None:
+        op.check(*args, **kwargs)
+
+    torch.library.register_fake(op.qualified_name, fake, lib=library)
+
+
+def _register_kernels(op: Op) -> None:
+    if not _has_kernel(op, "CPU"):
+        library.impl(op.name, op.reference, "CPU")
+    if torch.cuda.is_available() and not _has_kernel(op, "CUDA"):
+        library.impl(op.name, _triton_or_error(op), "CUDA")
+
+
+def _triton_or_error(op: Op):
+    try:
+        return op.load_triton()
+    except ImportError as error:
+        message = (
+            f"torch_sparse_mla::{op.name}: no CUDA kernel, because Triton does not import ({error}); "
+            "run 'pip install triton'"
+        )
+
+    def missing(*args: object, **kwargs: object) -> None:
+        raise ImportError(message)
+
+    return missing
+
+
+def _has_kernel(op: Op, dispatch_key: str) -> bool:
+    return torch._C._dispatch_has_kernel_for_dispatch_key(op.qualified_name, dispatch_key)
+
+
+def explain(op: str, device: str | torch.device = "cpu") -> dict[str, str]:
+    """Which kernel a call of `op` on `device` runs, and why.
+
+    Args:
+        op: an operator's name, e.g. "sparse_ckv_decode".
+        device: a device or device type.
+    Returns: a dict with keys "op", "device", "kernel" ("reference", "native C++", "triton" or "none") and "why".
+    Raises: ValueError for an unknown operator or device type.
+    """
+    if op not in OPS:
+        raise ValueError(f"torch_sparse_mla.explain: op: got {op!r}; allowed: one of {', '.join(OPS)}")
+    device_type = torch.device(device).type
+    if device_type == "cpu":
+        kernel, why = _explain_cpu(OPS[op])
+    elif device_type == "cuda":
+        kernel, why = _explain_cuda(OPS[op])
+    else:
+        raise ValueError(f"torch_sparse_mla.explain: device: got {device_type!r}; allowed: cpu or cuda")
+    return {"op": op, "device": device_type, "kernel": kernel, "why": why}
+
+
+def _explain_cpu(op: Op) -> tuple[str, str]:
+    if op.name not in _python_cpu_ops:
+        return "native C++", f"{Path(native_library).name} is loaded"
+    if native_library is None:
+        return "reference", f"the native library is not in use: {native_error}"
+    return "reference", "the native library has no CPU form of this operator"
+
+
+def _explain_cuda(op: Op) -> tuple[str, str]:
+    if not torch.cuda.is_available():
+        return "none", "PyTorch sees no CUDA device"
+    try:
+        op.load_triton()
+    except ImportError as error:
+        return "none", f"Triton does not import: {error}; run 'pip install triton'"
+    return "triton", "the portable CUDA kernel, for sm_80 and newer"
+
+
+# Alive as long as the process: PyTorch drops the operators when the Library object dies.
+library = _define_namespace()
+for _op in OPS.values():
+    _register_op(_op)
+native_library, native_error = _load_native()
+_python_cpu_ops = {name for name, op in OPS.items() if not _has_kernel(op, "CPU")}
+for _op in OPS.values():
+    _register_kernels(_op)

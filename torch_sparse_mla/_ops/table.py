@@ -1,0 +1,84 @@
+"""One table of operators: name, schema, implementations. Everything else about registration follows from it."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from importlib import import_module
+
+from ..decode import contract as decode_contract
+from ..decode import reference as decode_reference
+from ..records import contract as records_contract
+from ..records import reference as records_reference
+
+NAMESPACE = "torch_sparse_mla"
+
+
+@dataclass(frozen=True)
+class Op:
+    """One operator.
+
+    Attributes:
+        name: name within the namespace; also that of its reference, its Triton entry, its tests and its benchmark.
+        schema: arguments and result, as `torch.library` reads them.
+        reference: plain PyTorch; the registered CPU implementation unless the native library brings one.
+        check: the argument checks; the fake (meta) kernel is this and nothing else, since every op returns `()`.
+        triton: "module:function" of the CUDA implementation, relative to the package, imported at registration.
+        splitting: whether PIECEWISE graphs split at this operator by default.
+    """
+
+    name: str
+    schema: str
+    reference: Callable[..., None]
+    check: Callable[..., object]
+    triton: str
+    splitting: bool = False
+
+    @property
+    def qualified_name(self) -> str:
+        return f"{NAMESPACE}::{self.name}"
+
+    def load_triton(self) -> Callable[..., None]:
+        """Import the CUDA implementation. Raises ImportError where Triton is missing."""
+        module, function = self.triton.split(":")
+        return getattr(import_module(f"torch_sparse_mla.{module}"), function)
+
+
+OPS: dict[str, Op] = {
+    op.name: op
+    for op in (
+        Op(
+            name="write_ckv_records",
+            schema="(Tensor latent, Tensor? rope, Tensor slots, Tensor(a!) cache, str layout) -> ()",
+            reference=records_reference.write_ckv_records,
+            check=records_contract.check_write_ckv_records,
+            triton="records.triton_kernels:write_ckv_records",
+        ),
+        Op(
+            name="read_ckv_records",
+            schema="(Tensor cache, Tensor slots, Tensor(a!) out, str layout) -> ()",
+            reference=records_reference.read_ckv_records,
+            check=records_contract.check_read_ckv_records,
+            triton="records.triton_kernels:read_ckv_records",
+        ),
+        Op(
+            name="sparse_ckv_decode",
+            schema=(
+                "(Tensor q, Tensor cache, Tensor indices, Tensor? lengths, Tensor? sink, Tensor(a!) out, "
+                "Tensor(b!) lse, Tensor(c!) workspace, float softmax_scale, str layout, "
+                "bool batch_invariant=False) -> ()"
+            ),
+            reference=decode_reference.sparse_ckv_decode,
+            check=decode_contract.check_sparse_ckv_decode,
+            triton="decode.triton_kernels:sparse_ckv_decode",
+            splitting=True,
+        ),
+        Op(
+            name="merge_partial_attention",
+            schema="(Tensor partial_out, Tensor partial_lse, Tensor? sink, Tensor(a!) out, Tensor(b!) lse) -> ()",
+            reference=decode_reference.merge_partial_attention,
+            check=decode_contract.check_merge_partial_attention,
+            triton="decode.triton_kernels:merge_partial_attention",
+        ),
+    )
+}
+
+SPLITTING_OPS: tuple[str, ...] = tuple(op.qualified_name for op in OPS.values() if op.splitting)

@@ -1,0 +1,86 @@
+"""Public functions of the decode family."""
+
+import torch
+
+from .. import _ops  # noqa: F401  (registers the operators)
+from ..records.layouts import LATENT_DIM
+from .contract import compute_dtype, sparse_ckv_decode_workspace_bytes
+
+
+def sparse_ckv_decode(
+    q: torch.Tensor,
+    cache: torch.Tensor,
+    indices: torch.Tensor,
+    *,
+    softmax_scale: float,
+    layout: str,
+    lengths: torch.Tensor | None = None,
+    sink: torch.Tensor | None = None,
+    out: torch.Tensor | None = None,
+    lse: torch.Tensor | None = None,
+    workspace: torch.Tensor | None = None,
+    batch_invariant: bool = False,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Attention of each query row over the records that the row selected (MQA over the latent, absorbed form).
+
+    For row i and head h, over the counted slots s of the row:
+    `out[i, h] = sum_s softmax_s(softmax_scale * q[i, h] . key[s]) * latent[s]`, where key is latent then RoPE part.
+
+    Args:
+        q: [rows, heads, 576] ([rows, heads, 512] for the nope layouts) bfloat16, float16 or float32; row stride free;
+            heads 1..128. A row is a query token: several rows of one request are simply rows.
+        cache: [pages, page_size, record_bytes] uint8; page stride free (a multiple of 16 bytes).
+        indices: [rows, K] int32 slots, row stride free, K 1..16384; -1 anywhere is absent; a repeated slot counts twice.
+        softmax_scale: factor of the scores, usually the head's own (unabsorbed) dimension ** -0.5.
+        layout: a key of `torch_sparse_mla.LAYOUTS`.
+        lengths: [rows] int32: only `indices[i, :lengths[i]]` counts; <= 0 is an empty row, > K means K. None: K.
+        sink: [heads] float32 logit that takes part in the softmax with no value; scales `out`, leaves `lse`.
+        out: [rows, heads, 512], contiguous; overwritten; 0 for an empty row. Allocated in q's dtype when None.
+        lse: [rows, heads] float32; natural log of the sum of exponentials of scaled scores; -inf for an empty row.
+        workspace: uint8, `sparse_ckv_decode_workspace_bytes(rows, heads, K, batch_invariant)` bytes or more.
+        batch_invariant: give a row the same bits whatever the number of rows in the call.
+    Returns: (out, lse).
+    Raises: ValueError for an argument that does not fit. An index beyond the cache counts as absent (checked mode,
+        `TORCH_SPARSE_MLA_CHECK=1`, raises and names the row).
+    Capture: safe when out, lse and workspace are given; lengths, indices and records may change between replays.
+    """
+    rows, num_heads = q.shape[0], q.shape[1]
+    if out is None:
+        out = torch.empty(rows, num_heads, LATENT_DIM, dtype=q.dtype, device=q.device)
+    if lse is None:
+        lse = torch.empty(rows, num_heads, dtype=compute_dtype(q.dtype), device=q.device)
+    if workspace is None:
+        size = sparse_ckv_decode_workspace_bytes(rows, num_heads, indices.shape[-1], batch_invariant)
+        workspace = torch.empty(size, dtype=torch.uint8, device=q.device)
+    torch.ops.torch_sparse_mla.sparse_ckv_decode(
+        q, cache, indices, lengths, sink, out, lse, workspace, softmax_scale, layout, batch_invariant
+    )
+    return out, lse
+
+
+def merge_partial_attention(
+    partial_out: torch.Tensor,
+    partial_lse: torch.Tensor,
+    *,
+    sink: torch.Tensor | None = None,
+    out: torch.Tensor | None = None,
+    lse: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Combine attention over disjoint parts of a list into attention over the whole list, exactly.
+
+    Args:
+        partial_out: [P, rows, heads, 512] bfloat16, float16 or float32, contiguous; each part normalised by itself.
+        partial_lse: [P, rows, heads] float32, natural log; -inf: the part is empty and weighs nothing.
+        sink: as for `sparse_ckv_decode`; give it here or there, not in both.
+        out: [rows, heads, 512], contiguous; overwritten; 0 where every part is empty. In partial_out's dtype when None.
+        lse: [rows, heads] float32; overwritten; -inf where every part is empty.
+    Returns: (out, lse).
+    Raises: ValueError for an argument that does not fit.
+    Capture: safe when out and lse are given.
+    """
+    if out is None:
+        out = torch.empty_like(partial_out[0], memory_format=torch.contiguous_format)
+    if lse is None:
+        lse = torch.empty(partial_out.shape[1:3], dtype=compute_dtype(partial_out.dtype), device=partial_out.device)
+    torch.ops.torch_sparse_mla.merge_partial_attention(partial_out, partial_lse, sink, out, lse)
+    return out, lse

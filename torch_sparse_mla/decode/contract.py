@@ -1,0 +1,195 @@
+"""What `sparse_ckv_decode` and `merge_partial_attention` accept, how much workspace they need, how rows are split."""
+
+import torch
+
+from ..contract import (
+    FLOAT_DTYPES,
+    check_cache,
+    check_contiguous,
+    check_dtype,
+    check_last_dim_contiguous,
+    check_layout,
+    check_no_overlap,
+    check_same_device,
+    check_shape,
+    checked_mode,
+    is_fake,
+    refuse_checks_under_capture,
+    reject,
+    reject_first_row,
+)
+from ..records.layouts import LATENT_DIM, RecordLayout
+
+MAX_HEADS = 128
+MAX_TOPK = 16_384
+
+HEADS_PER_TILE = 16
+TOKENS_PER_TILE = 64
+INVARIANT_TOKENS_PER_SPLIT = 256
+# Programs that keep the GPUs of interest busy. A constant, not the device's multiprocessor count: sizes stay pure
+# functions of the arguments, and results do not change from one GPU to another.
+TARGET_PROGRAMS = 132
+# With a fixed split size, rows are launched in groups of at most this many programs: the partial results of one group
+# fit in 34 MB whatever the number of rows.
+INVARIANT_PROGRAMS_PER_LAUNCH = 1024
+
+
+def num_splits(rows: int, num_heads: int, topk: int, batch_invariant: bool) -> int:
+    """Parts in which each row's list is attended to, a function of static sizes alone.
+
+    Where a part begins and ends is worked out on the device from the row's live length.
+    """
+    if batch_invariant:
+        return _ceil_div(topk, INVARIANT_TOKENS_PER_SPLIT)
+    tiles = _ceil_div(topk, TOKENS_PER_TILE)
+    programs = max(rows, 1) * _ceil_div(num_heads, HEADS_PER_TILE)
+    return min(max(TARGET_PROGRAMS // programs, 1), tiles)
+
+
+def rows_per_launch(rows: int, num_heads: int, topk: int, batch_invariant: bool) -> int:
+    """Rows whose partial results are in the workspace at one time."""
+    if not batch_invariant:
+        return rows
+    programs_per_row = num_splits(rows, num_heads, topk, True) * _ceil_div(num_heads, HEADS_PER_TILE)
+    return min(rows, max(INVARIANT_PROGRAMS_PER_LAUNCH // programs_per_row, 1))
+
+
+def sparse_ckv_decode_workspace_bytes(rows: int, num_heads: int, topk: int, batch_invariant: bool = False) -> int:
+    """Bytes of workspace that `sparse_ckv_decode` needs, on any device. A pure function of static sizes.
+
+    Contents are undefined before and after a call. One workspace may serve calls that run one after another; calls
+    that can run at the same time (two streams, two captured graphs replayed together) need one each.
+    """
+    splits = num_splits(rows, num_heads, topk, batch_invariant)
+    if splits == 1:
+        return 0
+    return rows_per_launch(rows, num_heads, topk, batch_invariant) * splits * num_heads * (LATENT_DIM + 1) * 4
+
+
+def check_sparse_ckv_decode(
+    q: torch.Tensor,
+    cache: torch.Tensor,
+    indices: torch.Tensor,
+    lengths: torch.Tensor | None,
+    sink: torch.Tensor | None,
+    out: torch.Tensor,
+    lse: torch.Tensor,
+    workspace: torch.Tensor,
+    softmax_scale: float,
+    layout: str,
+    batch_invariant: bool = False,
+) -> RecordLayout:
+    op = "sparse_ckv_decode"
+    record_layout = check_layout(op, layout)
+    check_same_device(
+        op, q=q, cache=cache, indices=indices, lengths=lengths, sink=sink, out=out, lse=lse, workspace=workspace
+    )
+    check_cache(op, cache, record_layout)
+    _check_query(op, q, record_layout)
+    rows, num_heads = q.shape[0], q.shape[1]
+    check_dtype(op, "indices", indices, (torch.int32,))
+    if indices.dim() != 2 or indices.shape[0] != rows or not 1 <= indices.shape[1] <= MAX_TOPK:
+        reject(op, "indices", f"shape {list(indices.shape)}", f"shape [rows, 1..{MAX_TOPK}] with rows = {rows}")
+    check_last_dim_contiguous(op, "indices", indices)
+    if lengths is not None:
+        check_dtype(op, "lengths", lengths, (torch.int32,))
+        check_shape(op, "lengths", lengths, (rows,), "rows")
+        check_contiguous(op, "lengths", lengths)
+    _check_outputs(op, q.dtype, sink, out, lse, rows, num_heads)
+    check_dtype(op, "workspace", workspace, (torch.uint8,))
+    check_contiguous(op, "workspace", workspace)
+    if is_fake(q):
+        return record_layout
+    needed = sparse_ckv_decode_workspace_bytes(rows, num_heads, indices.shape[1], batch_invariant)
+    if workspace.numel() < needed:
+        reject(op, "workspace", f"{workspace.numel()} bytes", f"at least sparse_ckv_decode_workspace_bytes = {needed}")
+    check_no_overlap(
+        op,
+        {"out": out, "lse": lse, "workspace": workspace},
+        {"q": q, "cache": cache, "indices": indices, "lengths": lengths, "sink": sink},
+    )
+    if checked_mode():
+        _check_device_data(op, cache, indices, lengths)
+    return record_layout
+
+
+def check_merge_partial_attention(
+    partial_out: torch.Tensor,
+    partial_lse: torch.Tensor,
+    sink: torch.Tensor | None,
+    out: torch.Tensor,
+    lse: torch.Tensor,
+) -> None:
+    op = "merge_partial_attention"
+    check_same_device(op, partial_out=partial_out, partial_lse=partial_lse, sink=sink, out=out, lse=lse)
+    check_dtype(op, "partial_out", partial_out, _with_float64_on_cpu(partial_out, FLOAT_DTYPES))
+    if partial_out.dim() != 4 or partial_out.shape[0] < 1 or partial_out.shape[3] != LATENT_DIM:
+        reject(op, "partial_out", f"shape {list(partial_out.shape)}", f"shape [partials >= 1, rows, heads, {LATENT_DIM}]")
+    check_contiguous(op, "partial_out", partial_out)
+    partials, rows, num_heads, _ = partial_out.shape
+    check_dtype(op, "partial_lse", partial_lse, (compute_dtype(partial_out.dtype),))
+    check_shape(op, "partial_lse", partial_lse, (partials, rows, num_heads), "partials, rows, heads")
+    check_contiguous(op, "partial_lse", partial_lse)
+    _check_outputs(op, partial_out.dtype, sink, out, lse, rows, num_heads)
+    check_no_overlap(
+        op, {"out": out, "lse": lse}, {"partial_out": partial_out, "partial_lse": partial_lse, "sink": sink}
+    )
+
+
+def compute_dtype(dtype: torch.dtype) -> torch.dtype:
+    """float32, except for float64 inputs, which the CPU takes so that tests can compare without rounding."""
+    return torch.promote_types(dtype, torch.float32)
+
+
+def _check_query(op: str, q: torch.Tensor, layout: RecordLayout) -> None:
+    check_dtype(op, "q", q, _with_float64_on_cpu(q, FLOAT_DTYPES))
+    if q.dim() != 3 or q.shape[2] != layout.query_dim or not 1 <= q.shape[1] <= MAX_HEADS:
+        allowed = f"shape [rows, 1..{MAX_HEADS} heads, {layout.query_dim}] for layout {layout.name}"
+        reject(op, "q", f"shape {list(q.shape)}", allowed)
+    if q.stride(2) != 1 or (q.shape[1] > 1 and q.stride(1) != q.shape[2]):
+        reject(op, "q", f"strides {list(q.stride())}", f"strides [any, {q.shape[2]}, 1]")
+
+
+def _check_outputs(
+    op: str,
+    input_dtype: torch.dtype,
+    sink: torch.Tensor | None,
+    out: torch.Tensor,
+    lse: torch.Tensor,
+    rows: int,
+    num_heads: int,
+) -> None:
+    if sink is not None:
+        check_dtype(op, "sink", sink, (torch.float32,))
+        check_shape(op, "sink", sink, (num_heads,), "heads")
+        check_contiguous(op, "sink", sink)
+    allowed = (torch.float64,) if input_dtype == torch.float64 else FLOAT_DTYPES
+    check_dtype(op, "out", out, allowed)
+    check_shape(op, "out", out, (rows, num_heads, LATENT_DIM), "rows, heads, 512")
+    check_contiguous(op, "out", out)
+    check_dtype(op, "lse", lse, (compute_dtype(input_dtype),))
+    check_shape(op, "lse", lse, (rows, num_heads), "rows, heads")
+    check_contiguous(op, "lse", lse)
+
+
+def _check_device_data(
+    op: str, cache: torch.Tensor, indices: torch.Tensor, lengths: torch.Tensor | None
+) -> None:
+    if indices.is_cuda:
+        refuse_checks_under_capture(op)
+    rows, topk = indices.shape
+    num_slots = cache.shape[0] * cache.shape[1]
+    counted = torch.ones_like(indices, dtype=torch.bool)
+    if lengths is not None:
+        reject_first_row(op, "lengths", lengths > topk, lengths, f"at most K = {topk}")
+        counted = torch.arange(topk, device=indices.device) < lengths.unsqueeze(1)
+    bad = counted & ((indices < -1) | (indices >= num_slots))
+    reject_first_row(op, "indices", bad, indices, f"-1 or a slot in 0..{num_slots - 1}")
+
+
+def _with_float64_on_cpu(tensor: torch.Tensor, dtypes: tuple[torch.dtype, ...]) -> tuple[torch.dtype, ...]:
+    return dtypes if tensor.device.type == "cuda" else (*dtypes, torch.float64)
+
+
+def _ceil_div(a: int, b: int) -> int:
+    return -(-a // b)

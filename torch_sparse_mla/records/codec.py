@@ -1,0 +1,128 @@
+"""The record codec in plain PyTorch: quantise and dequantise, on any device."""
+
+import torch
+
+from .layouts import E2M1_MAX, E4M3_MAX, LATENT_DIM, LAYOUTS, ROPE_DIM, RecordLayout
+
+E2M1_VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+# A magnitude rounds up past each of these; a tie goes to the code with an even last bit, hence the strictness flag.
+E2M1_BOUNDARIES = ((0.25, False), (0.75, True), (1.25, False), (1.75, True), (2.5, False), (3.5, True), (5.0, False))
+
+
+def quantise_records(latent: torch.Tensor, rope: torch.Tensor | None, layout: str | RecordLayout) -> torch.Tensor:
+    """Encode tokens as records.
+
+    Args:
+        latent: `[..., 512]` floating point, finite.
+        rope: `[..., 64]` floating point, finite; None for the nope layouts.
+        layout: a layout name or object.
+    Returns: `uint8 [..., record_bytes]`.
+    """
+    layout = LAYOUTS[layout] if isinstance(layout, str) else layout
+    latent = latent.float()
+    records = torch.zeros(*latent.shape[:-1], layout.record_bytes, dtype=torch.uint8, device=latent.device)
+    if layout.latent == "bf16":
+        _put(records, 0, _to_bf16(latent))
+    elif layout.latent == "e4m3":
+        groups = latent.unflatten(-1, (-1, layout.group_size))
+        scales = _scale_or_one(groups.abs().amax(-1) / E4M3_MAX)
+        _put(records, 0, _to_e4m3(groups / scales.unsqueeze(-1)).flatten(-2))
+        _put(records, layout.scale_offset, scales)
+    else:
+        _quantise_e2m1(records, latent, layout)
+    if layout.rope == "bf16":
+        _put(records, layout.rope_offset, _to_bf16(rope.float()))
+    elif layout.rope == "e4m3":
+        scale = _scale_or_one(rope.float().abs().amax(-1, keepdim=True) / E4M3_MAX)
+        _put(records, layout.rope_offset, _to_e4m3(rope.float() / scale))
+        _put(records, layout.rope_scale_offset, scale)
+    return records
+
+
+def dequantise_records(
+    records: torch.Tensor, layout: str | RecordLayout, dtype: torch.dtype = torch.float32
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Decode records.
+
+    Args:
+        records: `uint8 [..., record_bytes]`.
+        layout: a layout name or object.
+        dtype: float32, or float64 for exact products of code and scale.
+    Returns: latent `[..., 512]` and RoPE part `[..., 64]` (None for the nope layouts), in `dtype`.
+    """
+    layout = LAYOUTS[layout] if isinstance(layout, str) else layout
+    if layout.latent == "bf16":
+        latent = _get(records, 0, LATENT_DIM, torch.bfloat16).to(dtype)
+    elif layout.latent == "e4m3":
+        codes = _get(records, 0, LATENT_DIM, torch.float8_e4m3fn).to(dtype)
+        scales = _get(records, layout.scale_offset, LATENT_DIM // layout.group_size, torch.float32).to(dtype)
+        latent = (codes.unflatten(-1, (-1, layout.group_size)) * scales.unsqueeze(-1)).flatten(-2)
+    else:
+        latent = _dequantise_e2m1(records, layout, dtype)
+    rope = None
+    if layout.rope == "bf16":
+        rope = _get(records, layout.rope_offset, ROPE_DIM, torch.bfloat16).to(dtype)
+    elif layout.rope == "e4m3":
+        codes = _get(records, layout.rope_offset, ROPE_DIM, torch.float8_e4m3fn).to(dtype)
+        rope = codes * _get(records, layout.rope_scale_offset, 1, torch.float32).to(dtype)
+    return latent, rope
+
+
+def _quantise_e2m1(records: torch.Tensor, latent: torch.Tensor, layout: RecordLayout) -> None:
+    groups = latent.unflatten(-1, (-1, layout.group_size))
+    group_amax = groups.abs().amax(-1)
+    token_scale = torch.ones_like(group_amax[..., :1])
+    if layout.token_scale_offset is not None:
+        token_scale = _scale_or_one(group_amax.amax(-1, keepdim=True) / (E2M1_MAX * E4M3_MAX))
+        _put(records, layout.token_scale_offset, token_scale)
+    group_scales = _to_e4m3(group_amax / E2M1_MAX / token_scale)
+    _put(records, layout.scale_offset, group_scales)
+    scales = (group_scales.float() * token_scale).unsqueeze(-1)
+    codes = _to_e2m1(torch.where(scales > 0, groups / scales, torch.zeros_like(groups))).flatten(-2)
+    _put(records, 0, codes[..., 0::2] | (codes[..., 1::2] << 4))
+
+
+def _dequantise_e2m1(records: torch.Tensor, layout: RecordLayout, dtype: torch.dtype) -> torch.Tensor:
+    packed = records[..., : LATENT_DIM // 2]
+    codes = torch.stack([packed & 0xF, packed >> 4], -1).flatten(-2)
+    magnitudes = torch.tensor(E2M1_VALUES, dtype=dtype, device=records.device)[(codes & 7).long()]
+    values = torch.where(codes >= 8, -magnitudes, magnitudes).unflatten(-1, (-1, layout.group_size))
+    scales = _get(records, layout.scale_offset, LATENT_DIM // layout.group_size, torch.float8_e4m3fn).to(dtype)
+    latent = (values * scales.unsqueeze(-1)).flatten(-2)
+    if layout.token_scale_offset is not None:
+        token_scale = _get(records, layout.token_scale_offset, 1, torch.float32).to(dtype)
+        latent = latent * torch.where(token_scale == 0, torch.ones_like(token_scale), token_scale)
+    return latent
+
+
+def _scale_or_one(scale: torch.Tensor) -> torch.Tensor:
+    """1.0 where the values are all zero, or so small that the fp32 scale itself underflows."""
+    return torch.where(scale == 0, torch.ones_like(scale), scale)
+
+
+def _to_bf16(values: torch.Tensor) -> torch.Tensor:
+    """Nearest bf16; a finite value beyond the bf16 range saturates instead of turning infinite."""
+    limit = torch.finfo(torch.bfloat16).max
+    return values.clamp(-limit, limit).to(torch.bfloat16)
+
+
+def _to_e4m3(values: torch.Tensor) -> torch.Tensor:
+    return values.clamp(-E4M3_MAX, E4M3_MAX).to(torch.float8_e4m3fn)
+
+
+def _to_e2m1(values: torch.Tensor) -> torch.Tensor:
+    """Nearest e2m1 code, ties to even, saturating at 6. Returns `uint8`, sign in bit 3."""
+    magnitudes = values.abs()
+    codes = torch.zeros_like(values, dtype=torch.uint8)
+    for boundary, tie_rounds_up in E2M1_BOUNDARIES:
+        codes += magnitudes >= boundary if tie_rounds_up else magnitudes > boundary
+    return codes | (torch.signbit(values).to(torch.uint8) << 3)
+
+
+def _put(records: torch.Tensor, offset: int, values: torch.Tensor) -> None:
+    raw = values.contiguous().view(torch.uint8)
+    records[..., offset : offset + raw.shape[-1]] = raw
+
+
+def _get(records: torch.Tensor, offset: int, count: int, dtype: torch.dtype) -> torch.Tensor:
+    return records[..., offset : offset + count * dtype.itemsize].contiguous().view(dtype)
