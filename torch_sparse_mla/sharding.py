@@ -50,10 +50,22 @@ def local_slots(
         rank, world, interleave: the DCP geometry.
         stride_rows: slots from one page to the next, where pages lie among other pages; None: `page_size`.
     Returns: int64, the shape of `tokens`; -1 for a negative token, another rank's token, or one beyond the table.
-    Raises: ValueError for a geometry that cannot be.
+    Raises: ValueError for a geometry that cannot be, or shapes that do not fit together.
     """
     check_geometry(page_size, rank, world, interleave)
+    if tokens.dim() < 1 or block_table.dim() != 2 or len(tokens) != len(block_table):
+        raise ValueError(
+            f"torch_sparse_mla.sharding: tokens, block_table: got shapes {list(tokens.shape)}, "
+            f"{list(block_table.shape)}; allowed: [requests, ...], [requests, blocks]"
+        )
+    if stride_rows is not None and stride_rows < page_size:
+        raise ValueError(
+            f"torch_sparse_mla.sharding: stride_rows: got {stride_rows}; allowed: None, or at least the page size "
+            f"{page_size}"
+        )
     tokens = tokens.long()
+    if block_table.shape[1] == 0:
+        return torch.full_like(tokens, -1)
     local = local_position(tokens, world, interleave)
     block = local // page_size
     present = (tokens >= 0) & (owner(tokens, world, interleave) == rank) & (block < block_table.shape[1])

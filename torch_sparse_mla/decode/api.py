@@ -79,7 +79,7 @@ def merge_partial_attention(
     Capture: safe when out and lse are given.
     """
     if out is None:
-        out = torch.empty_like(partial_out[0], memory_format=torch.contiguous_format)
+        out = torch.empty(partial_out.shape[1:], dtype=partial_out.dtype, device=partial_out.device)
     if lse is None:
         lse = torch.empty(partial_out.shape[1:3], dtype=compute_dtype(partial_out.dtype), device=partial_out.device)
     torch.ops.torch_sparse_mla.merge_partial_attention(partial_out, partial_lse, sink, out, lse)

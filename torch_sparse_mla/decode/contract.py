@@ -3,6 +3,7 @@
 import torch
 
 from ..contract import (
+    ALIGNMENT_BYTES,
     FLOAT_DTYPES,
     check_cache,
     check_contiguous,
@@ -42,7 +43,7 @@ def num_splits(rows: int, num_heads: int, topk: int, batch_invariant: bool) -> i
     if batch_invariant:
         return _ceil_div(topk, INVARIANT_TOKENS_PER_SPLIT)
     tiles = _ceil_div(topk, TOKENS_PER_TILE)
-    programs = max(rows, 1) * _ceil_div(num_heads, HEADS_PER_TILE)
+    programs = max(rows * _ceil_div(num_heads, HEADS_PER_TILE), 1)
     return min(max(TARGET_PROGRAMS // programs, 1), tiles)
 
 
@@ -51,7 +52,7 @@ def rows_per_launch(rows: int, num_heads: int, topk: int, batch_invariant: bool)
     if not batch_invariant:
         return rows
     programs_per_row = num_splits(rows, num_heads, topk, True) * _ceil_div(num_heads, HEADS_PER_TILE)
-    return min(rows, max(INVARIANT_PROGRAMS_PER_LAUNCH // programs_per_row, 1))
+    return min(rows, max(INVARIANT_PROGRAMS_PER_LAUNCH // max(programs_per_row, 1), 1))
 
 
 def sparse_ckv_decode_workspace_bytes(rows: int, num_heads: int, topk: int, batch_invariant: bool = False) -> int:
@@ -103,6 +104,8 @@ def check_sparse_ckv_decode(
     needed = sparse_ckv_decode_workspace_bytes(rows, num_heads, indices.shape[1], batch_invariant)
     if workspace.numel() < needed:
         reject(op, "workspace", f"{workspace.numel()} bytes", f"at least sparse_ckv_decode_workspace_bytes = {needed}")
+    if needed and workspace.data_ptr() % ALIGNMENT_BYTES:
+        reject(op, "workspace", "a misaligned first byte", f"storage aligned to {ALIGNMENT_BYTES} bytes")
     check_no_overlap(
         op,
         {"out": out, "lse": lse, "workspace": workspace},
@@ -124,7 +127,8 @@ def check_merge_partial_attention(
     check_same_device(op, partial_out=partial_out, partial_lse=partial_lse, sink=sink, out=out, lse=lse)
     check_dtype(op, "partial_out", partial_out, _with_float64_on_cpu(partial_out, FLOAT_DTYPES))
     if partial_out.dim() != 4 or partial_out.shape[0] < 1 or partial_out.shape[3] != LATENT_DIM:
-        reject(op, "partial_out", f"shape {list(partial_out.shape)}", f"shape [partials >= 1, rows, heads, {LATENT_DIM}]")
+        allowed = f"shape [partials >= 1, rows, heads, {LATENT_DIM}]"
+        reject(op, "partial_out", f"shape {list(partial_out.shape)}", allowed)
     check_contiguous(op, "partial_out", partial_out)
     partials, rows, num_heads, _ = partial_out.shape
     check_dtype(op, "partial_lse", partial_lse, (compute_dtype(partial_out.dtype),))
@@ -172,12 +176,10 @@ def _check_outputs(
     check_contiguous(op, "lse", lse)
 
 
-def _check_device_data(
-    op: str, cache: torch.Tensor, indices: torch.Tensor, lengths: torch.Tensor | None
-) -> None:
+def _check_device_data(op: str, cache: torch.Tensor, indices: torch.Tensor, lengths: torch.Tensor | None) -> None:
     if indices.is_cuda:
         refuse_checks_under_capture(op)
-    rows, topk = indices.shape
+    topk = indices.shape[1]
     num_slots = cache.shape[0] * cache.shape[1]
     counted = torch.ones_like(indices, dtype=torch.bool)
     if lengths is not None:

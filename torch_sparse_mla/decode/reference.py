@@ -31,7 +31,8 @@ def sparse_ckv_decode(
         records = cache[torch.div(slots, page_size, rounding_mode="floor"), slots % page_size]
         latent, rope = dequantise_records(records, record_layout, compute)
         keys = latent if rope is None else torch.cat([latent, rope], -1)
-        scores = (q[row].to(compute) @ keys.T) * softmax_scale
+        # A copy, since the sums of a matrix product can depend on where its operands lie in memory.
+        scores = (q[row].to(compute, copy=True) @ keys.T) * softmax_scale
         lse[row] = torch.logsumexp(scores, -1)
         row_out = torch.softmax(scores, -1) @ latent
         out[row] = (row_out * sink_factor(lse[row], sink).unsqueeze(-1)).to(out.dtype)

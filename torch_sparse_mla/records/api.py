@@ -18,7 +18,7 @@ def write_ckv_records(
         cache: [pages, page_size, record_bytes] uint8, page stride free (a multiple of 16 bytes); written at `slots`.
         layout: a key of `torch_sparse_mla.LAYOUTS`.
     Raises: ValueError for an argument that does not fit; on the CPU, and in checked mode
-        (`TORCH_SPARSE_MLA_CHECK=1`), also for NaN or infinity. A slot beyond the cache is skipped (checked mode raises).
+        (`TORCH_SPARSE_MLA_CHECK=1`), also for NaN or infinity. A slot beyond the cache is skipped (or raises, checked).
     Capture: safe. Two tokens with one slot are the caller's error; on the CPU the last one wins.
     """
     torch.ops.torch_sparse_mla.write_ckv_records(latent, rope, slots, cache, layout)
@@ -44,6 +44,6 @@ def read_ckv_records(
     """
     if out is None:
         dim = LAYOUTS[layout].query_dim if layout in LAYOUTS else 0
-        out = torch.empty(slots.shape[0], dim, dtype=dtype, device=cache.device)
+        out = torch.empty(slots.numel(), dim, dtype=dtype, device=cache.device)
     torch.ops.torch_sparse_mla.read_ckv_records(cache, slots, out, layout)
     return out

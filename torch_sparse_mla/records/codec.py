@@ -25,7 +25,7 @@ def quantise_records(latent: torch.Tensor, rope: torch.Tensor | None, layout: st
         _put(records, 0, _to_bf16(latent))
     elif layout.latent == "e4m3":
         groups = latent.unflatten(-1, (-1, layout.group_size))
-        scales = _scale_or_one(groups.abs().amax(-1) / E4M3_MAX)
+        scales = _scale_or_one(_divide(groups.abs().amax(-1), E4M3_MAX))
         _put(records, 0, _to_e4m3(groups / scales.unsqueeze(-1)).flatten(-2))
         _put(records, layout.scale_offset, scales)
     else:
@@ -33,7 +33,7 @@ def quantise_records(latent: torch.Tensor, rope: torch.Tensor | None, layout: st
     if layout.rope == "bf16":
         _put(records, layout.rope_offset, _to_bf16(rope.float()))
     elif layout.rope == "e4m3":
-        scale = _scale_or_one(rope.float().abs().amax(-1, keepdim=True) / E4M3_MAX)
+        scale = _scale_or_one(_divide(rope.float().abs().amax(-1, keepdim=True), E4M3_MAX))
         _put(records, layout.rope_offset, _to_e4m3(rope.float() / scale))
         _put(records, layout.rope_scale_offset, scale)
     return records
@@ -73,9 +73,9 @@ def _quantise_e2m1(records: torch.Tensor, latent: torch.Tensor, layout: RecordLa
     group_amax = groups.abs().amax(-1)
     token_scale = torch.ones_like(group_amax[..., :1])
     if layout.token_scale_offset is not None:
-        token_scale = _scale_or_one(group_amax.amax(-1, keepdim=True) / (E2M1_MAX * E4M3_MAX))
+        token_scale = _scale_or_one(_divide(group_amax.amax(-1, keepdim=True), E2M1_MAX * E4M3_MAX))
         _put(records, layout.token_scale_offset, token_scale)
-    group_scales = _to_e4m3(group_amax / E2M1_MAX / token_scale)
+    group_scales = _to_e4m3(_divide(group_amax, E2M1_MAX) / token_scale)
     _put(records, layout.scale_offset, group_scales)
     scales = (group_scales.float() * token_scale).unsqueeze(-1)
     codes = _to_e2m1(torch.where(scales > 0, groups / scales, torch.zeros_like(groups))).flatten(-2)
@@ -95,6 +95,11 @@ def _dequantise_e2m1(records: torch.Tensor, layout: RecordLayout, dtype: torch.d
     return latent
 
 
+def _divide(values: torch.Tensor, divisor: float) -> torch.Tensor:
+    """IEEE division on every device: PyTorch multiplies CUDA tensors by the reciprocal of a Python number."""
+    return values / torch.full_like(values, divisor)
+
+
 def _scale_or_one(scale: torch.Tensor) -> torch.Tensor:
     """1.0 where the values are all zero, or so small that the fp32 scale itself underflows."""
     return torch.where(scale == 0, torch.ones_like(scale), scale)
@@ -103,10 +108,11 @@ def _scale_or_one(scale: torch.Tensor) -> torch.Tensor:
 def _to_bf16(values: torch.Tensor) -> torch.Tensor:
     """Nearest bf16; a finite value beyond the bf16 range saturates instead of turning infinite."""
     limit = torch.finfo(torch.bfloat16).max
-    return values.clamp(-limit, limit).to(torch.bfloat16)
+    return torch.where(values.isinf(), values, values.clamp(-limit, limit)).to(torch.bfloat16)
 
 
 def _to_e4m3(values: torch.Tensor) -> torch.Tensor:
+    """Nearest e4m3, saturating: beyond 448 some versions of PyTorch convert to NaN."""
     return values.clamp(-E4M3_MAX, E4M3_MAX).to(torch.float8_e4m3fn)
 
 

@@ -1,0 +1,126 @@
+"""What the benchmarks share: arguments, the table printed while they run, the results file."""
+
+import argparse
+import time
+from pathlib import Path
+
+import torch
+
+from torch_sparse_mla import explain
+
+from . import results
+from .shapes import DecodeShape, RecordShape
+from .timing import Contender, Timing, copy_tb_per_s, host_call_us, time_contenders, warm_up
+
+Shape = DecodeShape | RecordShape
+NOT_MEASURED = "available, not measured"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    default = "cuda" if torch.cuda.is_available() else "cpu"
+    parser.add_argument("--device", default=default, help=f"cuda or cpu (default here: {default})")
+    parser.add_argument("--quick", action="store_true", help="a few shapes only")
+    parser.add_argument(
+        "--json", type=Path, default=results.RESULTS_FOLDER, metavar="DIR", help="folder for the results"
+    )
+    parser.add_argument("--commit", help="commit to record (default: asked of git)")
+
+
+def parse_device(parser: argparse.ArgumentParser, name: str) -> torch.device:
+    try:
+        device = torch.device(name)
+    except RuntimeError:
+        device = None
+    if device is None or device.type not in ("cpu", "cuda"):
+        parser.error(f"argument --device: got {name!r}; allowed: cpu or cuda")
+    if device.type == "cuda" and not torch.cuda.is_available():
+        parser.error("argument --device: got 'cuda', but PyTorch sees no CUDA device here; allowed: cpu")
+    if device.type == "cuda":
+        device = torch.device("cuda", torch.cuda.current_device() if device.index is None else device.index)
+        torch.cuda.set_device(device)
+    return device
+
+
+def op_impl(op: str, device: torch.device) -> str:
+    """The `impl` name of what a call of `op` on `device` runs: triton, native-cpu, native-cuda or reference."""
+    kernel = explain(op, device)["kernel"]
+    return f"native-{device.type}" if kernel == "native C++" else kernel
+
+
+class Session:
+    """One process's measurements on one device: prints each as it comes, keeps them for one results file.
+
+    `peers`: for each optional peer why it cannot run here, or None. One that fails is reported and the run goes on.
+    """
+
+    def __init__(self, bench: str, device: torch.device, commit: str | None, peers: dict[str, str | None]):
+        self._begin = time.perf_counter()
+        self.device = device
+        self.failures: list[str] = []
+        warm_up(device)
+        self._peers = {name: reason or NOT_MEASURED for name, reason in peers.items()}
+        self._document = results.document(bench, device, copy_tb_per_s(device), commit, self._peers)
+        head = self._document
+        versions = f"torch {head['torch']}, triton {head['triton']}, commit {head['commit']}"
+        print(f"{bench} on {head['device_name']}, {versions}")
+        print(
+            f"copy {head['copy_tb_per_s']:.3f} TB/s (bytes read plus written); times in us: median [least .. greatest]"
+        )
+        for peer, state in self._peers.items():
+            print(f"peer {peer}: {state}")
+
+    @property
+    def cases(self) -> list[dict]:
+        return self._document["cases"]
+
+    def measure(self, shape: Shape, contenders: list[Contender], num_sets: int) -> None:
+        """Time the contenders of a shape. A peer that fails is reported; any other failure fails the run as well."""
+        floor_us = shape.bytes / self._document["copy_tb_per_s"] * 1e-6
+        mode = "graph" if self.device.type == "cuda" else "call"
+        details = {contender.name: contender.details or {} for contender in contenders}
+        for impl, outcome in time_contenders(contenders, num_sets, self.device).items():
+            if not isinstance(outcome, Timing):
+                print(f"  {_describe(shape.fields())}  {impl}: {outcome}", flush=True)
+                if impl not in self._peers:
+                    self.failures.append(f"{_describe(shape.fields())} {impl}: {outcome}")
+                elif self._peers[impl] == NOT_MEASURED:
+                    self._peers[impl] = outcome
+                continue
+            if impl in self._peers:
+                self._peers[impl] = "ran"
+            us = (outcome.us, outcome.us_min, outcome.us_max)
+            more = {"error": float(f"{outcome.error:.3g}"), **details[impl]}
+            self._add(results.make_case(shape.fields(), impl, mode, us, shape.bytes, shape.flops, floor_us, **more))
+
+    def measure_host(self, shape: Shape, contender: Contender) -> None:
+        """Time what one eager call costs the host."""
+        contender.call(0)
+        us = host_call_us(contender.call, self.device)
+        self._add(results.make_case(shape.fields(), contender.name, "host", us, shape.bytes, shape.flops, None))
+
+    def finish(self, folder: Path) -> int:
+        """Write the results file, if there is anything to write. Returns the process's exit status."""
+        if self.cases:
+            print(f"wrote {results.write(self._document, folder)}")
+        print(f"{len(self.cases)} cases in {time.perf_counter() - self._begin:.0f} s")
+        for failure in self.failures:
+            print(f"FAILED {failure}")
+        return 1 if self.failures or not self.cases else 0
+
+    def _add(self, case: dict) -> None:
+        self.cases.append(case)
+        floor = case["floor_us"]
+        share = f"{floor / case['us']:7.1%} of floor" if floor else " " * 16
+        print(
+            f"  {_describe(case):56} {case['impl']:24} {case['mode']:5} {case['us']:10.2f} "
+            f"[{case['us_min']:.2f} .. {case['us_max']:.2f}]  {case['bytes'] / 1e9:.4f} GB {share}",
+            flush=True,
+        )
+
+
+def _describe(fields: dict) -> str:
+    shape = [fields["layout"], fields.get("op")]
+    shape += [f"{fields[key]} {key}" for key in ("rows", "tokens", "heads", "topk") if key in fields]
+    if fields.get("rows_per_request", 1) > 1:
+        shape.append(f"({fields['rows_per_request']} rows a request)")
+    return " ".join(part for part in shape if part)

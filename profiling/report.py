@@ -1,0 +1,326 @@
+"""Turns the files in profiling/results, and nothing else, into the README's tables and pictures.
+
+    python profiling/report.py            # rewrite the README between its report markers, draw the pictures
+    python profiling/report.py --check    # change nothing; fail where the README says something else
+
+A table of benchmark X goes between `<!-- report:X -->` and `<!-- /report -->`.
+"""
+
+import argparse
+import difflib
+import itertools
+import os
+import re
+import sys
+from collections.abc import Iterable
+from pathlib import Path
+
+if __package__ in (None, ""):
+    sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from profiling import results
+
+OURS = ("native-cuda", "triton", "native-cpu")
+INVARIANT_SUFFIX = "-batch-invariant"
+LABELS = {
+    "triton": "ours",
+    "native-cuda": "ours",
+    "native-cpu": "native C++",
+    "flashmla": "FlashMLA",
+    "gather": "gather only",
+    "reference": "reference",
+}
+# Cells list implementations in this order.
+CELL_ORDER = (*OURS, "flashmla", "reference", "gather")
+MARKER = re.compile(r"<!-- report:(?P<bench>[\w-]+) -->\n(?P<body>.*?)<!-- /report -->", re.DOTALL)
+OPENING = re.compile(r"<!-- report:([\w-]+) -->")
+ABSENT = "-"
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--check", action="store_true", help="write nothing; exit 1 where the README differs")
+    parser.add_argument("--readme", type=Path, default=results.ROOT / "README.md")
+    parser.add_argument("--results", type=Path, default=results.RESULTS_FOLDER, metavar="DIR")
+    arguments = parser.parse_args(argv)
+    before = arguments.readme.read_text()
+    try:
+        documents = results.load(arguments.results)
+        after = render(before, documents, os.path.relpath(arguments.results, arguments.readme.parent))
+    except ValueError as error:
+        print(error, file=sys.stderr)
+        return 2
+    if arguments.check:
+        diff = list(difflib.unified_diff(before.splitlines(), after.splitlines(), "README", "results", lineterm=""))
+        print("\n".join(diff) if diff else "the README says what the results say")
+        return 1 if diff else 0
+    arguments.readme.write_text(after)
+    from profiling.pictures import draw
+
+    for document in filter(has_picture, documents):
+        draw(document, arguments.results / picture_name(document))
+    return 0
+
+
+def render(readme: str, documents: list[dict], results_folder: str) -> str:
+    """The README with every marked section replaced.
+
+    Raises: ValueError for results without a marker, a marker without results, or a marker that does not close.
+    """
+    sections: dict[str, list[str]] = {}
+    for document in documents:
+        sections.setdefault(document["bench"], []).append(section(document, results_folder))
+    opened, closed = OPENING.findall(readme), [match["bench"] for match in MARKER.finditer(readme)]
+    if opened != closed:
+        raise ValueError(f"report: README markers opened: {opened}; closed with '<!-- /report -->': {closed}")
+    for bench in sections.keys() - set(opened):
+        raise ValueError(f"report: results hold '{bench}', but the README has no line '<!-- report:{bench} -->'")
+    for bench in set(opened) - sections.keys():
+        raise ValueError(
+            f"report: the README has '<!-- report:{bench} -->', but no file '{bench}-<device>.json' exists"
+        )
+
+    def replace(match: re.Match) -> str:
+        body = "\n\n".join(sections[match["bench"]])
+        return f"<!-- report:{match['bench']} -->\n{body}\n<!-- /report -->"
+
+    return MARKER.sub(replace, readme)
+
+
+def section(document: dict, results_folder: str) -> str:
+    """Markdown of one results file."""
+    makers = {"sparse_ckv_decode": _decode_tables, "records": _record_tables, results.DEMO: _demo_tables}
+    parts = [_heading(document), *makers.get(document["bench"], _plain_table)(document)]
+    if has_picture(document):
+        name = picture_name(document)
+        parts.append(f"![{document['bench']} on {document['device']}]({results_folder}/{name})")
+    return "\n\n".join(parts)
+
+
+def picture_name(document: dict) -> str:
+    return f"{document['bench']}-{document['device']}.png"
+
+
+def has_picture(document: dict) -> bool:
+    """Whether there are enough points on a line to draw one."""
+    if document["bench"] == results.DEMO:
+        return len({run["context"] for run in document["runs"]}) > 1
+    axis = {"sparse_ckv_decode": "rows", "records": "tokens"}.get(document["bench"])
+    return axis is not None and len({case[axis] for case in timed(document)}) > 2
+
+
+def timed(document: dict) -> list[dict]:
+    """Cases that time the work itself, not the host's share of a call."""
+    return [case for case in document["cases"] if case["mode"] != "host"]
+
+
+def unique(values: Iterable) -> list:
+    """Distinct values in the order of their first appearance."""
+    return list(dict.fromkeys(values))
+
+
+def group_by(cases: Iterable[dict], *keys: str) -> dict[tuple, list[dict]]:
+    groups: dict[tuple, list[dict]] = {}
+    for case in cases:
+        groups.setdefault(tuple(case[key] for key in keys), []).append(case)
+    return groups
+
+
+def decode_grids(document: dict) -> tuple[list[list[dict]], list[list[dict]]]:
+    """Decode cases as grids of rows x heads, and the rest as lists that have rows and rows a request in common."""
+    groups = group_by(timed(document), "layout", "topk", "rows_per_request").values()
+    grids = [cases for cases in groups if len({case["heads"] for case in cases}) > 2]
+    lines: dict[tuple, list[dict]] = {}
+    for cases in groups:
+        if cases not in grids:
+            rows = sorted({case["rows"] for case in cases})
+            lines.setdefault((cases[0]["rows_per_request"], *rows), []).extend(cases)
+    return grids, list(lines.values())
+
+
+def _heading(document: dict) -> str:
+    if document["bench"] == results.DEMO:
+        return f"**{document['device']}**"
+    return (
+        f"**{document['device_name']}**, {document['date']}, commit {document['commit']}, torch {document['torch']}, "
+        f"triton {document['triton']}.\nCopy bandwidth in the same process: "
+        f"{document['copy_tb_per_s'] * 1e3:,.0f} GB/s (bytes read plus written)."
+    )
+
+
+def _decode_tables(document: dict) -> list[str]:
+    unit = "ms" if document["device"].startswith("cpu") else "µs"
+    grids, lists = decode_grids(document)
+    parts = []
+    for cases in grids:
+        parts += _decode_grid(cases, unit)
+    for cases in lists:
+        parts += _decode_lines(cases, unit)
+    host = [case for case in document["cases"] if case["mode"] == "host"]
+    if host:
+        times = ", ".join(f"{_label(case['impl'])} {case['us']:.0f} µs" for case in host)
+        parts.append(f"Host time of one eager call (1 row, 1 head, 1 record): {times}.")
+    if any(case.get("padded_heads", case["heads"]) != case["heads"] for case in document["cases"]):
+        parts.append("FlashMLA serves 64 or 128 heads; a call with fewer pays for 64.")
+    missing = [f"{_label(peer)} ({state})" for peer, state in document["peers"].items() if state != "ran"]
+    if missing:
+        parts.append(f"Not measured: {'; '.join(missing)}.")
+    return parts
+
+
+def _decode_grid(cases: list[dict], unit: str) -> list[str]:
+    heads = sorted({case["heads"] for case in cases})
+    fewest = [case for case in cases if case["heads"] == heads[0]]
+    shown = [impl for impl in _impls(cases) if impl != "gather"]
+    lines = []
+    for (rows,), of_rows in sorted(group_by(cases, "rows").items()):
+        floor = min(case["floor_us"] for case in fewest if case["rows"] == rows)
+        by_heads = group_by(of_rows, "heads")
+        cells = [_cell(by_heads.get((count,), []), shown, unit) for count in heads]
+        lines.append([str(rows), _time(floor, unit), _cell(of_rows, ["gather"], unit), *cells])
+    header = ["rows", f"byte floor, {heads[0]} heads", LABELS["gather"], *(f"{count} heads" for count in heads)]
+    parts = [f"{_decode_title(cases[0])}: {unit}, {_legend(shown)} in each cell.", _table(header, lines)]
+    invariant = [case for case in cases if case["impl"].endswith(INVARIANT_SUFFIX)]
+    if invariant:
+        lines = []
+        for (rows,), of_rows in sorted(group_by(invariant, "rows").items()):
+            by_heads = group_by(of_rows, "heads")
+            cells = [_cell(by_heads.get((count,), []), unique(c["impl"] for c in of_rows), unit) for count in heads]
+            lines.append([str(rows), *cells])
+        parts.append(f"The same with `batch_invariant=True`: {unit}.")
+        parts.append(_table(["rows", *(f"{count} heads" for count in heads)], lines))
+    return parts
+
+
+def _decode_lines(cases: list[dict], unit: str) -> list[str]:
+    rows = sorted({case["rows"] for case in cases})
+    shown = _impls(cases)
+    lines = []
+    for (layout, topk, heads, _), line in group_by(cases, "layout", "topk", "heads", "rows_per_request").items():
+        by_rows = group_by(line, "rows")
+        cells = [_cell(by_rows.get((count,), []), shown, unit) for count in rows]
+        lines.append([f"`{layout}`", str(topk), str(heads), *cells])
+    mtp = cases[0]["rows_per_request"]
+    note = f", {mtp} rows of one request share most of their records" if mtp > 1 else ""
+    header = ["layout", "top-k", "heads", *(f"{count} row{'s' if count > 1 else ''}" for count in rows)]
+    return [f"{unit}, {_legend(shown)} in each cell{note}.", _table(header, lines)]
+
+
+def _record_tables(document: dict) -> list[str]:
+    unit = "ms" if document["device"].startswith("cpu") else "µs"
+    parts = []
+    for (op,), cases in group_by(timed(document), "op").items():
+        tokens = sorted({case["tokens"] for case in cases})
+        shown = _impls(cases)
+        lines = []
+        for (layout,), line in group_by(cases, "layout").items():
+            by_tokens = group_by(line, "tokens")
+            cells = []
+            for count in tokens:
+                cell = by_tokens.get((count,), [])
+                cells.append(_cell(cell, shown, unit) + _share(cell, shown[0]))
+            lines.append([f"`{layout}`", *cells])
+        parts.append(f"`{op}`: {unit}, {_legend(shown)} in each cell, and the share of copy bandwidth of the first.")
+        parts.append(_table(["layout", *(f"{count} token{'s' if count > 1 else ''}" for count in tokens)], lines))
+    return parts
+
+
+def _plain_table(document: dict) -> list[str]:
+    """One line for each shape, one column for each implementation: for benchmarks without a table of their own."""
+    impls = unique(case["impl"] for case in document["cases"])
+    shapes: dict[tuple, list[dict]] = {}
+    for case in document["cases"]:
+        # A case starts with its shape's fields: `make_case` puts them first.
+        shapes.setdefault(tuple(itertools.takewhile(lambda item: item[0] != "impl", case.items())), []).append(case)
+    names = unique(name for shape in shapes for name, _ in shape)
+    lines = [
+        [*(str(dict(shape).get(name, ABSENT)) for name in names), *(_cell(cases, [impl], "µs") for impl in impls)]
+        for shape, cases in shapes.items()
+    ]
+    return ["µs.", _table([*names, *map(_label, impls)], lines)]
+
+
+def _demo_tables(document: dict) -> list[str]:
+    runs = document["runs"]
+    contexts = sorted({run["context"] for run in runs})
+    lines = []
+    for key, line in group_by(runs, "model", "layout", "mode", "world", "strategy").items():
+        model, layout, mode, world, strategy = key
+        equal = sum(run["tokens_equal"] for run in line)
+        by_context = group_by(line, "context")
+        lines.append(
+            [
+                model,
+                f"`{layout}`",
+                f"{mode}, {world} rank{'s' if world > 1 else ''}, {strategy}",
+                f"{equal} of {len(line)}",
+                f"{max(run['max_logit_diff'] for run in line):.1e}",
+                _bytes_per_token(line[0]),
+                *(_demo_cell(by_context.get((context,), [])) for context in contexts),
+            ]
+        )
+    header = ["model", "layout", "how", "same tokens", "logits differ by", "bytes a token"]
+    header += [f"context {context}" for context in contexts]
+    note = "Milliseconds a token through the operators, and the speed-up over Transformers alone, at each context."
+    return [note, _table(header, lines)]
+
+
+def _demo_cell(runs: list[dict]) -> str:
+    if not runs:
+        return ABSENT
+    speedup = f" ({runs[0]['speedup']:.2f}x)" if runs[0]["speedup"] is not None else ""
+    return _significant(runs[0]["ms_per_token"]) + speedup
+
+
+def _bytes_per_token(run: dict) -> str:
+    reference = run["reference_bytes_per_token"]
+    return f"{run['record_bytes_per_token']:,}" + (f" (was {reference:,})" if reference is not None else "")
+
+
+def _impls(cases: list[dict]) -> list[str]:
+    present = {case["impl"] for case in cases}
+    return [impl for impl in CELL_ORDER if impl in present]
+
+
+def _label(impl: str) -> str:
+    if impl.endswith(INVARIANT_SUFFIX):
+        return f"{_label(impl.removesuffix(INVARIANT_SUFFIX))}, batch-invariant"
+    return LABELS.get(impl, impl)
+
+
+def _legend(impls: list[str]) -> str:
+    return " / ".join(_label(impl) for impl in impls)
+
+
+def _cell(cases: list[dict], impls: list[str], unit: str) -> str:
+    """Times of some implementations; of several cases of one implementation the fastest."""
+    times = [[case["us"] for case in cases if case["impl"] == impl] for impl in impls]
+    return " / ".join(_time(min(of_impl), unit) if of_impl else ABSENT for of_impl in times)
+
+
+def _share(cases: list[dict], impl: str) -> str:
+    shares = [case["floor_us"] / case["us"] for case in cases if case["impl"] == impl and case["floor_us"]]
+    if not shares:
+        return ""
+    return f" ({shares[0]:.0%})" if shares[0] >= 0.01 else " (<1%)"
+
+
+def _decode_title(case: dict) -> str:
+    return f"`{case['layout']}`, top-k {case['topk']}"
+
+
+def _time(us: float, unit: str) -> str:
+    return _significant(us / 1e3 if unit == "ms" else us)
+
+
+def _significant(value: float) -> str:
+    return f"{value:.2f}" if value < 1 else f"{value:.1f}" if value < 100 else f"{value:,.0f}"
+
+
+def _table(header: list[str], lines: list[list[str]]) -> str:
+    rule = ["---:" if cell[:1].isdigit() or cell == ABSENT else "---" for cell in lines[0]]
+    return "\n".join("| " + " | ".join(row) + " |" for row in [header, rule, *lines])
+
+
+if __name__ == "__main__":
+    sys.exit(main())

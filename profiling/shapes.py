@@ -1,0 +1,131 @@
+"""Every benchmark shape, once, with the bytes it must move and the operations it must do."""
+
+from dataclasses import dataclass
+from itertools import product
+
+from torch_sparse_mla.records import LATENT_DIM, LAYOUTS
+
+ROWS = (1, 2, 4, 8, 16, 32, 64, 128)
+HEADS = (8, 16, 32, 64, 128)
+TOPKS = (512, 2048, 2051)
+MAIN_LAYOUT = "fp8_ds_mla"
+MAIN_TOPK = 2048
+MAIN_HEADS = 16
+# Enough to see a trend in each of the secondary dimensions.
+FEW_ROWS = (1, 8, 32, 128)
+MTP_ROWS_PER_REQUEST = 4
+MTP_REQUESTS = (1, 8, 16)
+# A request's MTP rows choose from this many times top-k slots. Four rows then have a union of 1.48 x top-k, the
+# "about 3,000" that the exchange is designed for.
+MTP_POOL = 1.5
+RECORD_TOKENS = (1, 64, 4096, 65536)
+# Slot index of one token in a list (int32), and slot of one token in a write (int64).
+INDEX_BYTES = 4
+SLOT_BYTES = 8
+BF16_BYTES = 2
+FP32_BYTES = 4
+
+
+@dataclass(frozen=True)
+class DecodeShape:
+    """One `sparse_ckv_decode` call: `rows` query tokens, `rows_per_request` of them from each request (MTP)."""
+
+    rows: int
+    heads: int
+    topk: int
+    layout: str
+    rows_per_request: int = 1
+
+    @property
+    def query_dim(self) -> int:
+        return LAYOUTS[self.layout].query_dim
+
+    @property
+    def record_bytes(self) -> int:
+        return LAYOUTS[self.layout].record_bytes
+
+    @property
+    def request_pool(self) -> int:
+        """Slots that the rows of one request choose from; 0: every row chooses from the whole cache."""
+        return round(MTP_POOL * self.topk) if self.rows_per_request > 1 else 0
+
+    @property
+    def distinct_records(self) -> int:
+        """Records that the call must read once, counting a record that MTP rows share once (the expected union)."""
+        if self.rows_per_request == 1:
+            return self.rows * self.topk
+        missed = (1 - self.topk / self.request_pool) ** self.rows_per_request
+        return round(self.rows // self.rows_per_request * self.request_pool * (1 - missed))
+
+    @property
+    def bytes(self) -> int:
+        """Fewest bytes through memory: every distinct record, index, query and result once."""
+        per_head = (self.query_dim + LATENT_DIM) * BF16_BYTES + FP32_BYTES
+        lists = self.rows * self.topk * INDEX_BYTES
+        return self.distinct_records * self.record_bytes + lists + self.rows * self.heads * per_head
+
+    @property
+    def flops(self) -> int:
+        return 2 * self.rows * self.heads * self.topk * (self.query_dim + LATENT_DIM)
+
+    def fields(self) -> dict:
+        return {
+            "rows": self.rows,
+            "heads": self.heads,
+            "topk": self.topk,
+            "layout": self.layout,
+            "rows_per_request": self.rows_per_request,
+        }
+
+
+@dataclass(frozen=True)
+class RecordShape:
+    """One `write_ckv_records` or `read_ckv_records` call on bf16 tokens."""
+
+    op: str
+    tokens: int
+    layout: str
+
+    @property
+    def bytes(self) -> int:
+        layout = LAYOUTS[self.layout]
+        return self.tokens * (layout.record_bytes + layout.query_dim * BF16_BYTES + SLOT_BYTES)
+
+    @property
+    def flops(self) -> int:
+        """Conversion only: not counted."""
+        return 0
+
+    def fields(self) -> dict:
+        return {"op": self.op, "tokens": self.tokens, "layout": self.layout}
+
+
+def decode_grid(device_type: str, quick: bool) -> list[DecodeShape]:
+    """The default shapes of a device, those of one layout together."""
+    if device_type == "cpu":
+        layouts = (MAIN_LAYOUT,) if quick else (MAIN_LAYOUT, "nvfp4_ds_mla_fp8rope", "bf16_mla")
+        rows = (1, 8)
+        return [DecodeShape(r, MAIN_HEADS, MAIN_TOPK, layout) for layout, r in product(layouts, rows)]
+    if quick:
+        main = [DecodeShape(r, h, MAIN_TOPK, MAIN_LAYOUT) for h, r in product((16, 64), FEW_ROWS)]
+        return main + [DecodeShape(r, MAIN_HEADS, MAIN_TOPK, "nvfp4_ds_mla_fp8rope") for r in (1, 32)]
+    main = [DecodeShape(r, h, MAIN_TOPK, MAIN_LAYOUT) for h, r in product(HEADS, ROWS)]
+    topks = [DecodeShape(r, MAIN_HEADS, k, MAIN_LAYOUT) for k, r in product(TOPKS, FEW_ROWS) if k != MAIN_TOPK]
+    mtp = [
+        DecodeShape(n * MTP_ROWS_PER_REQUEST, h, MAIN_TOPK, MAIN_LAYOUT, MTP_ROWS_PER_REQUEST)
+        for h, n in product((16, 64), MTP_REQUESTS)
+    ]
+    others = [layout for layout in LAYOUTS if layout != MAIN_LAYOUT]
+    layouts = [DecodeShape(r, MAIN_HEADS, MAIN_TOPK, layout) for layout, r in product(others, FEW_ROWS)]
+    return main + topks + mtp + layouts
+
+
+def record_grid(device_type: str, quick: bool) -> list[RecordShape]:
+    tokens = RECORD_TOKENS
+    if quick or device_type == "cpu":
+        tokens = RECORD_TOKENS[:3]
+    layouts = (MAIN_LAYOUT, "nvfp4_ds_mla_fp8rope") if quick else tuple(LAYOUTS)
+    return [
+        RecordShape(op, t, layout)
+        for layout, op, t in product(layouts, ("write_ckv_records", "read_ckv_records"), tokens)
+    ]

@@ -1,0 +1,95 @@
+"""Builds the native library `torch_sparse_mla/_native.so`. Everything else about the package is in pyproject.toml.
+
+The library is optional: without it the operators run as plain PyTorch on the CPU and as Triton kernels on the GPU. It
+uses nothing of PyTorch but the stable ABI, and no symbol of Python, so one build serves every PyTorch from 2.11 on,
+with or without CUDA, under every Python.
+"""
+
+import sys
+from importlib.util import find_spec
+from pathlib import Path
+
+import setuptools
+from setuptools import Extension, setup
+from setuptools.command.build_ext import build_ext
+
+try:
+    from setuptools.command.bdist_wheel import bdist_wheel
+except ImportError as error:
+    # Without build isolation pip does not look at build-system.requires, and new environments hold old releases.
+    raise SystemExit(
+        f"torch_sparse_mla: setuptools {setuptools.__version__} is too old to build the package; "
+        "run \"pip install --upgrade 'setuptools>=77'\" first"
+    ) from error
+
+NATIVE = "torch_sparse_mla._native"
+# The oldest stable ABI that the sources use: 2.10. Without it the headers choose the ABI of the PyTorch at hand, and
+# the library would not load in an older one.
+STABLE_ABI = "0x020a000000000000"
+
+
+class BuildNative(build_ext):
+    """Compile the native library, or say why not and go on."""
+
+    def get_ext_filename(self, fullname: str) -> str:
+        return str(Path(*fullname.split("."))) + ".so"
+
+    def get_export_symbols(self, ext: Extension) -> list[str]:
+        return []
+
+    def build_extension(self, ext: Extension) -> None:
+        try:
+            torch_dir = _torch_dir()
+            ext.extra_compile_args += ["-isystem", str(torch_dir / "include")]
+            ext.library_dirs.append(str(torch_dir / "lib"))
+            super().build_extension(ext)
+        except Exception as error:
+            self._warn(error)
+
+    def _warn(self, error: Exception) -> None:
+        lines = (
+            "torch_sparse_mla: WARNING: the native library was not built.",
+            f"  Reason: {error}",
+            "  The package installs and works without it; decoding on the CPU is several times slower.",
+            "  To build it: install g++ 9 or newer and PyTorch, then run 'pip install --no-build-isolation .'",
+        )
+        print("\n".join(lines), file=sys.stderr, flush=True)
+
+
+class PlatformWheel(bdist_wheel):
+    """Tag the wheel for the platform alone: the library is loaded by path, not imported."""
+
+    def get_tag(self) -> tuple[str, str, str]:
+        return "py3", "none", super().get_tag()[2]
+
+
+def _torch_dir() -> Path:
+    spec = find_spec("torch")
+    if spec is None or spec.origin is None:
+        raise RuntimeError("PyTorch is not installed where the build runs (pip isolates builds by default)")
+    return Path(spec.origin).parent
+
+
+native = Extension(
+    NATIVE,
+    sources=sorted(str(source) for source in Path("csrc").rglob("*.cpp")),
+    depends=sorted(str(header) for header in Path("csrc").rglob("*.h")),
+    language="c++",
+    optional=True,
+    libraries=["torch_cpu", "dl"],
+    define_macros=[("TORCH_TARGET_VERSION", STABLE_ABI)],
+    # No -ffast-math: NaN and infinity have a meaning here. The two -fno flags only drop errno and exception flags.
+    extra_compile_args=[
+        "-std=c++17",
+        "-O3",
+        "-g0",
+        "-Wall",
+        "-Wextra",
+        "-fvisibility=hidden",
+        "-fno-math-errno",
+        "-fno-trapping-math",
+        "-ffp-contract=fast",
+    ],
+)
+
+setup(ext_modules=[native], cmdclass={"build_ext": BuildNative, "bdist_wheel": PlatformWheel})

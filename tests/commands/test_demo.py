@@ -1,0 +1,148 @@
+"""`demo`: what it prints and writes, what it refuses, and that a wrong operator makes it fail."""
+
+import argparse
+import json
+import math
+
+import pytest
+import torch
+
+from torch_sparse_mla.__main__ import main
+from torch_sparse_mla.commands import demo, generation
+from torch_sparse_mla.integrations import transformers as integration
+
+SMALL = ["demo", "--device", "cpu", "--model", "glm_moe_dsa", "--context", "128", "192", "--tokens", "4"]
+PNG_SIGNATURE = b"\x89PNG\r\n\x1a\n"
+
+
+@pytest.fixture(params=[128, 1024], ids=["long_context_shared", "own_contexts"])
+def longest_own_context(request, monkeypatch):
+    """Both ways to a context: 192 is beyond 128, hence taken over from Transformers, and within 1024."""
+    monkeypatch.setattr(generation, "LONGEST_OWN_CONTEXT", request.param)
+
+
+def test_demo_writes_json_and_picture(longest_own_context, tmp_path, capsys):
+    json_file, picture = tmp_path / "demo.json", tmp_path / "demo.png"
+    assert main([*SMALL, "--json", str(json_file), "--plot", str(picture)]) == 0
+    printed = capsys.readouterr().out
+    assert "8 of 8 runs passed" in printed
+    runs = json.loads(json_file.read_text())["runs"]
+    layouts = ["bf16_mla", "fp8_ds_mla", "nvfp4_ds_mla", "nvfp4_ds_mla_fp8rope"]
+    assert [(run["context"], run["layout"]) for run in runs] == [(c, layout) for c in (128, 192) for layout in layouts]
+    for run in runs:
+        place = {"model": "glm_moe_dsa", "device": "cpu", "mode": "eager", "world": 1, "strategy": "local"}
+        assert {key: run[key] for key in place} == place
+        assert run["faults"] == [] and len(run["tokens"]) == 4
+        assert run["tokens_equal"] == (run["first_divergence"] is None) == (run["tokens"] == run["oracle_tokens"])
+        assert 0 < run["max_logit_diff"] < 0.2
+        assert run["ms_per_token"] > 0 and run["reference_ms_per_token"] > 0
+        assert math.isclose(run["speedup"], run["reference_ms_per_token"] / run["ms_per_token"])
+        assert run["reference_bytes_per_token"] == 4 * 576 * 4
+        assert run["layout"] in printed
+    assert [run["record_bytes_per_token"] for run in runs[:4]] == [4 * 1152, 4 * 656, 4 * 432, 4 * 368]
+    content = picture.read_bytes()
+    assert content.startswith(PNG_SIGNATURE) and len(content) > 10_000
+
+
+def test_demo_runs_glm5_next_on_a_context_taken_over(monkeypatch, capsys):
+    # Its linear-attention layers have states of their own to take over.
+    monkeypatch.setattr(generation, "LONGEST_OWN_CONTEXT", 64)
+    options = ["--layout", "fp8_mla_nope", "--context", "96", "--tokens", "3", "--prompt", "A prompt of one's own. "]
+    assert main(["demo", "--device", "cpu", "--model", "glm5_next", *options]) == 0
+    assert "1 of 1 runs passed" in capsys.readouterr().out
+
+
+def drop_one_record(q, cache, indices, **kwargs):
+    indices = indices.clone()
+    indices[:, 0] = -1
+    return decode(q, cache, indices, **kwargs)
+
+
+def scale_output(q, cache, indices, **kwargs):
+    out, lse = decode(q, cache, indices, **kwargs)
+    return out * 1.05, lse
+
+
+decode = integration.sparse_ckv_decode
+
+
+@pytest.mark.parametrize("broken", [drop_one_record, scale_output])
+@pytest.mark.parametrize("layout", ["bf16_mla", "nvfp4_ds_mla"])
+def test_demo_fails_with_a_broken_operator(broken, layout, monkeypatch, capsys):
+    monkeypatch.setattr(integration, "sparse_ckv_decode", broken)
+    arguments = ["demo", "--device", "cpu", "--model", "glm_moe_dsa", "--layout", layout, "--context", "128"]
+    assert main([*arguments, "--tokens", "2"]) == 1
+    printed = capsys.readouterr().out
+    assert f"FAILED glm_moe_dsa, {layout}, context 128" in printed
+    assert "0 of 1 runs passed" in printed
+
+
+@pytest.mark.parametrize(
+    ("arguments", "allowed"),
+    [
+        (["--model", "glm"], "all, glm_moe_dsa, deepseek_v32, glm5_next"),
+        (["--layout", "fp8"], "all, bf16_mla, bf16_mla_nope, fp8_ds_mla"),
+        (["--model", "glm5_next", "--layout", "fp8_ds_mla"], "bf16_mla_nope, fp8_mla_nope, nvfp4_mla_nope"),
+        (["--device", "cuda:99"], "auto, cpu"),
+        (["--dtype", "float8"], "float32, bfloat16"),
+        (["--context", "128", "1"], "an integer from 2 to 65000"),
+        (["--context", "1e3"], "an integer from 2 to 65000"),
+        (["--tokens", "0"], "an integer from 1 to 512"),
+        (["--seed", "-1"], "an integer from 0"),
+        (["--json", "no/such/directory/x.json"], "a file in a directory that exists"),
+        (["--plot", "."], "a file in a directory that exists"),
+    ],
+    ids=lambda value: "_".join(value) if isinstance(value, list) else "",
+)
+def test_demo_refuses_what_it_does_not_know(arguments, allowed, capsys):
+    with pytest.raises(SystemExit) as refused:
+        main(["demo", *arguments])
+    assert refused.value.code == 2
+    assert f"allowed: {allowed}" in capsys.readouterr().err
+
+
+def test_demo_says_how_to_install_what_is_missing(monkeypatch, capsys):
+    find_spec = demo.importlib.util.find_spec
+    monkeypatch.setattr(demo.importlib.util, "find_spec", lambda name: None if name == "rich" else find_spec(name))
+    assert main(["demo"]) == 1
+    assert "demo needs rich: run 'pip install \"torch_sparse_mla[transformers]\"'" in capsys.readouterr().err
+
+
+def test_demo_plans_each_layout_where_it_fits():
+    options = argparse.Namespace(model=["glm5_next", "deepseek_v32"], layout=["fp8_mla_nope", "bf16_mla"])
+    assert demo._planned_work(options) == {"glm5_next": ["fp8_mla_nope"], "deepseek_v32": ["bf16_mla"]}
+
+
+def test_prompt_is_the_text_with_numbered_repetitions():
+    text = bytes(demo.prompt_tokens("abc ", 20)[0].tolist()).decode()
+    assert text == "[1] abc [2] abc [3] "
+
+
+ORACLE = torch.tensor([[3.0, 1.0, 0.0], [0.0, 2.0, 1.999]])
+
+
+def test_judge_passes_equal_logits():
+    verdict = generation.judge("bf16_mla", [0, 1], ORACLE, ORACLE, exact=True)
+    assert verdict["faults"] == [] and verdict["tokens_equal"] and verdict["first_divergence"] is None
+
+
+def test_judge_lets_quantised_records_part_only_within_the_gap():
+    near = ORACLE + torch.tensor([[0.0, 0.0, 0.0], [0.0, 0.0, 2e-3]])
+    verdict = generation.judge("fp8_ds_mla", [0, 2], near, ORACLE, exact=True)
+    assert verdict["faults"] == [] and verdict["first_divergence"] == 1 and not verdict["tokens_equal"]
+    # The same two tokens with logits that explain nothing.
+    assert generation.judge("fp8_ds_mla", [0, 2], ORACLE + 1e-6, ORACLE, exact=True)["faults"]
+    assert generation.judge("fp8_ds_mla", [1, 1], near, ORACLE, exact=True)["faults"]
+
+
+def test_judge_allows_bf16_records_no_other_token():
+    near = ORACLE + torch.tensor([[0.0, 0.0, 0.0], [0.0, 0.0, 2e-3]])
+    assert "token 1 is 2" in generation.judge("bf16_mla", [0, 2], near, ORACLE, exact=True)["faults"][0]
+    assert generation.judge("bf16_mla", [0, 2], near, ORACLE, exact=False)["faults"] == []
+
+
+def test_judge_fails_large_differences_and_nan_with_equal_tokens():
+    for wrong in (0.3, math.nan):
+        logits = ORACLE.clone()
+        logits[0, 2] += wrong
+        assert "logits differ" in generation.judge("nvfp4_ds_mla", [0, 1], logits, ORACLE, exact=True)["faults"][0]

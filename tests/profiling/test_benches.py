@@ -1,0 +1,125 @@
+"""The benchmarks themselves, tiny, on the CPU: they run as scripts, check what they time, and write valid results."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from profiling import bench_records, bench_sparse_ckv_decode, harness, inputs, results, timing
+from torch_sparse_mla import explain
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+@pytest.fixture
+def small(monkeypatch):
+    monkeypatch.setitem(inputs.POOL_BYTES, "cpu", 4 << 20)
+    monkeypatch.setitem(inputs.BLOCK_RECORDS, "cpu", 251)
+    monkeypatch.setitem(timing.COPY_BYTES, "cpu", 1 << 20)
+    monkeypatch.setattr(timing, "CPU_ROUND_SECONDS", 0.0)
+    monkeypatch.setattr(timing, "HOST_CALLS", 5)
+
+
+def only_document(folder: Path) -> dict:
+    (document,) = results.load(folder)
+    return document
+
+
+def test_decode_benchmark_runs_as_a_script(tmp_path):
+    command = [sys.executable, "profiling/bench_sparse_ckv_decode.py", "--device", "cpu", "--rows", "1", "2"]
+    command += ["--heads", "2", "--topk", "24", "--commit", "abc", "--json", str(tmp_path)]
+    run = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
+    assert run.returncode == 0, run.stderr
+    document = only_document(tmp_path)
+    assert document["commit"] == "abc" and document["peers"] == {"flashmla": "runs on CUDA only"}
+    assert "peer flashmla: runs on CUDA only" in run.stdout
+    native = explain("sparse_ckv_decode")["kernel"] == "native C++"
+    impls = ["native-cpu", "reference"] if native else ["reference"]
+    assert [(case["rows"], case["impl"]) for case in document["cases"]] == [(r, i) for r in (1, 2) for i in impls]
+    for case in document["cases"]:
+        assert (case["heads"], case["topk"], case["layout"], case["mode"]) == (2, 24, "fp8_ds_mla", "call")
+        assert case["error"] < bench_sparse_ckv_decode.TOLERANCE
+        assert case["us"] > case["floor_us"] > 0
+
+
+def test_decode_benchmark_times_the_host_on_its_default_rows(small, tmp_path):
+    arguments = [
+        "--device",
+        "cpu",
+        "--layouts",
+        "nvfp4_mla_nope",
+        "--topk",
+        "8",
+        "--heads",
+        "1",
+        "--json",
+        str(tmp_path),
+    ]
+    assert bench_sparse_ckv_decode.main(arguments) == 0
+    cases = only_document(tmp_path)["cases"]
+    assert {case["mode"] for case in cases} == {"call", "host"}
+    assert {(case["rows"], case["topk"]) for case in cases if case["mode"] == "host"} == {(1, 1)}
+
+
+def test_records_benchmark(small, tmp_path):
+    arguments = ["--device", "cpu", "--tokens", "1", "100", "--layouts", "bf16_mla_nope", "nvfp4_ds_mla_fp8rope"]
+    assert bench_records.main([*arguments, "--json", str(tmp_path)]) == 0
+    shapes = {(case["layout"], case["op"], case["tokens"]) for case in only_document(tmp_path)["cases"]}
+    assert len(shapes) == 2 * 2 * 2
+
+
+def test_wrong_kernel_fails_the_run_and_leaves_no_case(small, tmp_path, monkeypatch, capsys):
+    def wrong(q, cache, indices, lengths, sink, out, lse, *rest):
+        out.fill_(1.0)
+        lse.fill_(0.0)
+
+    monkeypatch.setattr(harness, "op_impl", lambda op, device: "native-cpu")
+    monkeypatch.setattr(bench_sparse_ckv_decode.reference, "sparse_ckv_decode", wrong)
+    arguments = ["--device", "cpu", "--rows", "1", "--heads", "1", "--topk", "8", "--json", str(tmp_path)]
+    monkeypatch.setattr(inputs, "exact_rows", lambda q, *rest: torch.full((1, 1, 512), 2.0))
+    assert bench_sparse_ckv_decode.main(arguments) == 1
+    assert "FAILED" in capsys.readouterr().out
+    assert not list(tmp_path.iterdir())
+
+
+def test_failing_peer_is_reported_and_the_run_goes_on(small, tmp_path, monkeypatch, capsys):
+    class Broken:
+        name = "flashmla"
+
+        def __init__(self, device: torch.device):
+            pass
+
+        def unavailable(self) -> None:
+            return None
+
+        def unsupported(self, shape) -> None:
+            return None
+
+        def prepare(self, prepared):
+            def call(index_set: int) -> None:
+                raise RuntimeError("no kernel image")
+
+            return timing.Contender(self.name, call, lambda: None, lambda: 0.0, 1.0)
+
+    monkeypatch.setattr(bench_sparse_ckv_decode, "PEERS", (Broken,))
+    arguments = ["--device", "cpu", "--rows", "1", "--heads", "1", "--topk", "8", "--json", str(tmp_path)]
+    assert bench_sparse_ckv_decode.main(arguments) == 0
+    document = only_document(tmp_path)
+    assert document["peers"] == {"flashmla": "RuntimeError: no kernel image"}
+    assert "flashmla" not in {case["impl"] for case in document["cases"]}
+
+
+@pytest.mark.parametrize("name", ["tpu", "meta", "nonsense"])
+def test_unknown_device_is_refused(name, capsys):
+    with pytest.raises(SystemExit):
+        bench_sparse_ckv_decode.main(["--device", name])
+    assert "allowed: cpu or cuda" in capsys.readouterr().err
+
+
+def test_results_are_one_object_of_plain_json(small, tmp_path):
+    bench_records.main(["--device", "cpu", "--tokens", "1", "--op", "read_ckv_records", "--json", str(tmp_path)])
+    (path,) = tmp_path.iterdir()
+    assert json.loads(path.read_text())["bench"] == "records"

@@ -1,0 +1,242 @@
+"""The report: tables word for word, pictures, and the refusals that keep README and results together."""
+
+import itertools
+import json
+
+import pytest
+from expecttest import assert_expected_inline
+
+from profiling import pictures, report, results
+
+from . import documents
+
+README = """# Title
+<!-- report:sparse_ckv_decode -->
+old table
+<!-- /report -->
+Text between.
+<!-- report:records -->
+<!-- /report -->
+<!-- report:demo -->
+<!-- /report -->
+The end.
+"""
+
+
+@pytest.fixture
+def folder(tmp_path):
+    for document in (documents.decode_document(), documents.cpu_document(), documents.records_document()):
+        results.write(document, tmp_path / "results")
+    (tmp_path / "results" / "demo-cpu.json").write_text(json.dumps(documents.demo_document()))
+    (tmp_path / "README.md").write_text(README)
+    return tmp_path
+
+
+def run(folder, *arguments: str) -> int:
+    return report.main(["--readme", str(folder / "README.md"), "--results", str(folder / "results"), *arguments])
+
+
+def section(document: dict) -> str:
+    """In ASCII, the only text that expecttest can accept for us."""
+    return report.section(document, "profiling/results").replace("\N{MICRO SIGN}", "u")
+
+
+def test_decode_section():
+    assert_expected_inline(
+        section(documents.decode_document()),
+        """\
+**NVIDIA H200**, 2026-11-30 12:00 UTC, commit 0123abc, torch 2.11.0, triton 3.6.0.
+Copy bandwidth in the same process: 4,000 GB/s (bytes read plus written).
+
+`fp8_ds_mla`, top-k 2048: us, ours / FlashMLA in each cell.
+
+| rows | byte floor, 16 heads | gather only | 16 heads | 64 heads | 128 heads |
+| ---: | ---: | ---: | ---: | ---: | ---: |
+| 1 | 0.35 | 3.5 | 9.0 / - | 9.0 / 19.0 | 9.0 / 19.0 |
+| 8 | 2.8 | 7.0 | 16.0 / - | 16.0 / 26.0 | 16.0 / 26.0 |
+| 32 | 11.1 | 19.0 | 40.0 / - | 40.0 / 50.0 | 40.0 / 50.0 |
+
+The same with `batch_invariant=True`: us.
+
+| rows | 16 heads | 64 heads | 128 heads |
+| ---: | ---: | ---: | ---: |
+| 1 | 11.0 | 11.0 | 11.0 |
+| 8 | 18.0 | 18.0 | 18.0 |
+| 32 | 42.0 | 42.0 | 42.0 |
+
+us, ours in each cell.
+
+| layout | top-k | heads | 1 row | 8 rows |
+| --- | ---: | ---: | ---: | ---: |
+| `nvfp4_ds_mla` | 2048 | 16 | 8.0 | 15.0 |
+
+us, ours in each cell, 4 rows of one request share most of their records.
+
+| layout | top-k | heads | 4 rows |
+| --- | ---: | ---: | ---: |
+| `fp8_ds_mla` | 2048 | 16 | 9.2 |
+
+Host time of one eager call (1 row, 1 head, 1 record): ours 31 us.
+
+![sparse_ckv_decode on nvidia-h200](profiling/results/sparse_ckv_decode-nvidia-h200.png)""",
+    )
+
+
+def test_padding_of_a_peer_is_said():
+    document = documents.decode_document()
+    assert "pays for 64" not in section(document)
+    next(case for case in document["cases"] if case["impl"] == "flashmla")["padded_heads"] = 128
+    assert "FlashMLA serves 64 or 128 heads; a call with fewer pays for 64." in section(document)
+
+
+def test_cpu_section_is_in_milliseconds():
+    assert_expected_inline(
+        section(documents.cpu_document()),
+        """\
+**CPU, 2 threads**, 2026-11-30 12:00 UTC, commit 0123abc, torch 2.11.0, triton 3.6.0.
+Copy bandwidth in the same process: 4,000 GB/s (bytes read plus written).
+
+ms, native C++ / reference in each cell.
+
+| layout | top-k | heads | 8 rows |
+| --- | ---: | ---: | ---: |
+| `fp8_ds_mla` | 2048 | 16 | 7.5 / 90.0 |
+
+Not measured: FlashMLA (runs on CUDA only).""",
+    )
+
+
+def test_records_section():
+    assert_expected_inline(
+        section(documents.records_document()),
+        """\
+**NVIDIA H200**, 2026-11-30 12:00 UTC, commit 0123abc, torch 2.11.0, triton 3.6.0.
+Copy bandwidth in the same process: 4,000 GB/s (bytes read plus written).
+
+`write_ckv_records`: us, ours in each cell, and the share of copy bandwidth of the first.
+
+| layout | 1 token | 64 tokens | 4096 tokens |
+| --- | ---: | ---: | ---: |
+| `fp8_ds_mla` | 2.0 (<1%) | 2.1 (1%) | 6.0 (31%) |
+
+`read_ckv_records`: us, ours in each cell, and the share of copy bandwidth of the first.
+
+| layout | 1 token | 64 tokens | 4096 tokens |
+| --- | ---: | ---: | ---: |
+| `fp8_ds_mla` | 2.0 (<1%) | 2.1 (1%) | 6.0 (31%) |
+
+![records on nvidia-h200](profiling/results/records-nvidia-h200.png)""",
+    )
+
+
+def test_demo_section():
+    document = documents.demo_document() | {"bench": "demo", "device": "cpu"}
+    assert_expected_inline(
+        section(document),
+        """\
+**cpu**
+
+Milliseconds a token through the operators, and the speed-up over Transformers alone, at each context.
+
+| model | layout | how | same tokens | logits differ by | bytes a token | context 512 | context 2048 |
+| --- | --- | --- | ---: | ---: | ---: | ---: | ---: |
+| tiny | `fp8_ds_mla` | eager, 1 rank, local | 1 of 2 | 1.3e-02 | 656 (was 36,864) | 10.0 (2.50x) | 12.5 (2.00x) |
+| tiny | `bf16_mla` | eager, 4 ranks, exchange | 1 of 1 | 1.3e-02 | 656 | 10.0 | - |
+
+![demo on cpu](profiling/results/demo-cpu.png)""",
+    )
+
+
+def test_readme_is_rewritten_between_its_markers_only(folder):
+    assert run(folder) == 0
+    text = (folder / "README.md").read_text()
+    assert text.startswith("# Title\n<!-- report:sparse_ckv_decode -->\n**CPU, 2 threads**")
+    assert "<!-- /report -->\nText between.\n<!-- report:records -->\n**NVIDIA H200**" in text
+    assert text.endswith("<!-- /report -->\nThe end.\n")
+    assert "old table" not in text
+    assert run(folder) == 0
+    assert (folder / "README.md").read_text() == text
+
+
+def test_pictures_are_drawn_where_there_is_a_line_to_draw(folder):
+    run(folder)
+    drawn = {path.name: path.read_bytes() for path in (folder / "results").glob("*.png")}
+    assert set(drawn) == {"sparse_ckv_decode-nvidia-h200.png", "records-nvidia-h200.png", "demo-cpu.png"}
+    assert all(content.startswith(b"\x89PNG") and len(content) > 10_000 for content in drawn.values())
+    text = (folder / "README.md").read_text()
+    assert all(f"(results/{name})" in text for name in drawn)
+
+
+def test_check_passes_after_a_report_and_writes_nothing(folder, capsys):
+    run(folder)
+    for picture in (folder / "results").glob("*.png"):
+        picture.unlink()
+    assert run(folder, "--check") == 0
+    assert not list((folder / "results").glob("*.png"))
+
+
+def test_check_sees_a_changed_number(folder, capsys):
+    run(folder)
+    text = (folder / "README.md").read_text()
+    (folder / "README.md").write_text(text.replace("| 16.0 / 26.0 |", "| 15.0 / 26.0 |", 1))
+    assert run(folder, "--check") == 1
+    assert "+| 8 |" in capsys.readouterr().out
+    assert "| 15.0 / 26.0 |" in (folder / "README.md").read_text()
+
+
+def test_check_sees_a_changed_result(folder):
+    run(folder)
+    path = folder / "results" / "records-nvidia-h200.json"
+    path.write_text(path.read_text().replace('"us": 6.0, "us_min": 6.0', '"us": 4.5, "us_min": 4.5'))
+    assert run(folder, "--check") == 1
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "message"),
+    [
+        ("<!-- report:records -->\n<!-- /report -->\n", "", "results hold 'records'"),
+        ("The end.", "<!-- report:c4 -->\n<!-- /report -->\n", "no file 'c4-<device>.json'"),
+        ("<!-- report:records -->\n<!-- /report -->\n", "<!-- report:records -->\n", "markers opened"),
+    ],
+)
+def test_markers_and_results_must_agree(folder, capsys, old, new, message):
+    text = README.replace(old, new)
+    (folder / "README.md").write_text(text)
+    assert run(folder) == 2
+    assert message in capsys.readouterr().err
+    assert (folder / "README.md").read_text() == text
+
+
+def test_invalid_result_is_named(folder, capsys):
+    path = folder / "results" / "records-nvidia-h200.json"
+    path.write_text(path.read_text().replace('"mode": "graph"', '"mode": "guess"', 1))
+    assert run(folder) == 2
+    assert "records-nvidia-h200.json case 0: field 'mode'" in capsys.readouterr().err
+
+
+def test_other_benchmarks_get_a_plain_table():
+    shape = {"world": 4, "context": 1024}
+    us = {"triton": (5.0, 4.0, 6.0), "nccl": (20.0, 19.0, 21.0)}
+    cases = [results.make_case(shape, impl, "graph", times, 10, 0, None) for impl, times in us.items()]
+    cases.append(results.make_case({"world": 8, "context": 1024}, "triton", "graph", (7.0, 6.0, 8.0), 10, 0, None))
+    assert_expected_inline(
+        section(documents.document("ce_exchange", cases=cases)),
+        """\
+**NVIDIA H200**, 2026-11-30 12:00 UTC, commit 0123abc, torch 2.11.0, triton 3.6.0.
+Copy bandwidth in the same process: 4,000 GB/s (bytes read plus written).
+
+us.
+
+| world | context | ours | nccl |
+| ---: | ---: | ---: | ---: |
+| 4 | 1024 | 5.0 | 20.0 |
+| 8 | 1024 | 7.0 | - |""",
+    )
+
+
+def test_labels_are_moved_apart_around_their_middle():
+    assert pictures.spread([0.0, 5.0, 10.0], 1.0) == [0.0, 5.0, 10.0]
+    assert pictures.spread([1.0, 1.0], 1.0) == [0.5, 1.5]
+    moved = pictures.spread([0.0, 0.1, 0.2, 1.0, 9.0], 1.0)
+    assert all(b - a >= 1.0 - 1e-9 for a, b in itertools.pairwise(moved))
+    assert moved[-1] == 9.0

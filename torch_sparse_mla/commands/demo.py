@@ -1,0 +1,263 @@
+"""`demo`: tiny models with the true MLA geometry, run by Transformers alone and through the operators, side by side."""
+
+import argparse
+import importlib.util
+import json
+import logging
+import platform
+import sys
+import warnings
+from itertools import chain
+from pathlib import Path
+
+import torch
+
+from .. import LAYOUTS, __version__, explain
+from .console import Steps, print_table
+
+INSTALL = "run 'pip install \"torch_sparse_mla[transformers]\"'"
+MAX_CONTEXT = 65_000
+MAX_TOKENS = 512
+# Transformers alone takes a second for each token of a long context on a CPU.
+REFERENCE_STEPS = 4
+SHOWN_TOKENS = 10
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+TEXT = (
+    "A long conversation leaves a long trail of keys and values behind it, and most of that trail does not matter for "
+    "the next word. An indexer reads a short key of every token and picks the few records worth reading in full. The "
+    "rest stays where it is, compressed, on whichever device owns it. What follows is the work of this package: fetch "
+    "the chosen records, and no others, and attend to them. "
+)
+
+
+def add_parser(commands: argparse._SubParsersAction) -> None:
+    parser = commands.add_parser("demo", help="Transformers against the operators", description=__doc__)
+    parser.add_argument("--model", action="append", metavar="NAME", help="a tiny model; repeatable; default: all")
+    parser.add_argument(
+        "--layout", action="append", metavar="NAME", help="a record layout; repeatable; default: all that fit the model"
+    )
+    parser.add_argument(
+        "--context", nargs="+", type=_bounded(2, MAX_CONTEXT), default=[1024, 4096], metavar="TOKENS",
+        help="context lengths; default: 1024 4096",
+    )  # fmt: skip
+    parser.add_argument("--tokens", type=_bounded(1, MAX_TOKENS), default=16, help="tokens to generate; default: 16")
+    parser.add_argument("--device", default="auto", help="auto (default), cpu, cuda or cuda:N")
+    parser.add_argument(
+        "--dtype", default="float32", metavar="NAME", help="of the model: float32 (default) or bfloat16"
+    )
+    parser.add_argument("--prompt", default=TEXT, metavar="TEXT", help="repeated up to the context length")
+    parser.add_argument("--seed", type=_bounded(0, 2**31 - 1), default=0, help="of the weights; default: 0")
+    parser.add_argument("--json", type=_writable, metavar="FILE", help="also write the results to FILE")
+    parser.add_argument("--plot", type=_writable, metavar="FILE.png", help="draw time per token against context")
+    parser.set_defaults(run=run, parser=parser)
+
+
+def _bounded(low: int, high: int):
+    def parse(text: str) -> int:
+        if not text.isdecimal() or not low <= int(text) <= high:
+            raise argparse.ArgumentTypeError(f"got {text!r}; allowed: an integer from {low} to {high}")
+        return int(text)
+
+    return parse
+
+
+def _writable(text: str) -> Path:
+    path = Path(text)
+    if not path.parent.is_dir() or path.is_dir():
+        raise argparse.ArgumentTypeError(f"got {text!r}; allowed: a file in a directory that exists")
+    return path
+
+
+def run(options: argparse.Namespace) -> int:
+    """Run the demo. Returns 1 if a gate fails or a package is missing, else 0; bad options exit with 2."""
+    needed = ["transformers", "rich"] + (["matplotlib"] if options.plot else [])
+    absent = [name for name in needed if importlib.util.find_spec(name) is None]
+    if absent:
+        print(f"demo needs {', '.join(absent)}: {INSTALL}", file=sys.stderr)
+        return 1
+    device = _chosen_device(options)
+    if options.dtype not in DTYPES:
+        _refuse(options, "--dtype", options.dtype, DTYPES)
+    work = _planned_work(options)
+    print(
+        f"Random weights of seed {options.seed}, {options.dtype}, on {_device_name(device)}; sparse_ckv_decode runs as "
+        f"{explain('sparse_ckv_decode', device)['kernel']}; PyTorch {torch.__version__}"
+    )
+    runs = _run_all(options, work, device)
+    for model in work:
+        _print_model(model, [run for run in runs if run["model"] == model])
+    if options.json:
+        _write_json(options, device, runs)
+    if options.plot:
+        from .demo_plot import plot
+
+        plot(runs, options.plot, _device_name(device))
+    return _print_verdict(runs)
+
+
+def _refuse(options: argparse.Namespace, name: str, given: str, allowed: object) -> None:
+    options.parser.error(f"argument {name}: got {given!r}; allowed: {', '.join(allowed)}")
+
+
+def _chosen_device(options: argparse.Namespace) -> torch.device:
+    count = torch.cuda.device_count()
+    allowed = ["auto", "cpu", *(["cuda"] if count else []), *(f"cuda:{index}" for index in range(count))]
+    if options.device not in allowed:
+        _refuse(options, "--device", options.device, allowed)
+    if options.device != "auto":
+        return torch.device(options.device)
+    return torch.device("cuda" if count else "cpu")
+
+
+def _device_name(device: torch.device) -> str:
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    return f"CPU, {platform.machine()}, {torch.get_num_threads()} thread(s)"
+
+
+def _planned_work(options: argparse.Namespace) -> dict[str, list[str]]:
+    """The layouts of each model that the options name."""
+    from ..integrations import tiny_models
+    from ..integrations.transformers import layouts_for
+
+    fitting = {}
+    for model in _named(options, "--model", options.model, tiny_models.MODELS):
+        with torch.device("meta"):
+            fitting[model] = layouts_for(tiny_models.build(model, device="meta"))
+    named = _named(options, "--layout", options.layout, LAYOUTS)
+    if not options.layout or "all" in options.layout:
+        return {model: list(layouts) for model, layouts in fitting.items()}
+    for layout in named:
+        if not any(layout in layouts for layouts in fitting.values()):
+            _refuse(options, "--layout", layout, dict.fromkeys(chain.from_iterable(fitting.values())))
+    work = {model: [layout for layout in named if layout in layouts] for model, layouts in fitting.items()}
+    return {model: layouts for model, layouts in work.items() if layouts}
+
+
+def _named(options: argparse.Namespace, option: str, given: list[str] | None, allowed: object) -> list[str]:
+    for name in given or []:
+        if name != "all" and name not in allowed:
+            _refuse(options, option, name, ["all", *allowed])
+    if not given or "all" in given:
+        return list(allowed)
+    return list(dict.fromkeys(given))
+
+
+def prompt_tokens(text: str, length: int) -> torch.Tensor:
+    """The bytes of a text as token numbers [1, length]. Repetitions are numbered: equal ones would tie in the top-k."""
+    data = bytearray()
+    paragraph = 0
+    while len(data) < length:
+        paragraph += 1
+        data += f"[{paragraph}] {text}".encode()
+    return torch.tensor([list(data[:length])])
+
+
+def _run_all(options: argparse.Namespace, work: dict[str, list[str]], device: torch.device) -> list[dict]:
+    from transformers.utils import logging as transformers_logging
+
+    from ..integrations import tiny_models
+    from .generation import LONGEST_OWN_CONTEXT, measure, transformers_context
+
+    # Notes on optional kernels and renamed arguments, of no use here.
+    transformers_logging.set_verbosity(logging.ERROR)
+    contexts = sorted(set(options.context))
+    total = sum(1 + len(layouts) for layouts in work.values()) * len(contexts)
+    runs = []
+    with warnings.catch_warnings(), torch.inference_mode(), Steps(total) as steps:
+        warnings.simplefilter("ignore")
+        for model_name, layouts in work.items():
+            model = tiny_models.build(model_name, seed=options.seed, dtype=DTYPES[options.dtype], device=device)
+            for length in contexts:
+                steps.begin(f"{model_name}, context {length:,}: Transformers alone")
+                prompt = prompt_tokens(options.prompt, length).to(device)
+                count = options.tokens if length <= LONGEST_OWN_CONTEXT else min(REFERENCE_STEPS, options.tokens)
+                context = transformers_context(model, prompt, count)
+                for layout in layouts:
+                    steps.begin(f"{model_name}, context {length:,}: {layout}")
+                    result = measure(model, layout, context, options.tokens)
+                    place = {"model": model_name, "layout": layout, "device": device.type}
+                    runs.append({**place, "mode": "eager", "world": 1, "strategy": "local", **result})
+    return runs
+
+
+def _print_model(model: str, runs: list[dict]) -> None:
+    columns = (
+        "layout",
+        ">context",
+        ">tokens equal",
+        ">max diff",
+        ">ms/token",
+        ">plain ms",
+        ">speed-up",
+        ">bytes/token",
+        ">plain bytes",
+        "leaves plain",
+    )
+    rows = [
+        (
+            run["layout"],
+            f"{run['context']:,}",
+            _equality(run),
+            f"{run['max_logit_diff']:.0e}",
+            f"{run['ms_per_token']:.1f}",
+            f"{run['reference_ms_per_token']:.1f}",
+            f"{run['speedup']:.0f}x",
+            f"{run['record_bytes_per_token']:,}",
+            f"{run['reference_bytes_per_token']:,}",
+            _plain_difference(run),
+        )
+        for run in runs
+    ]
+    print()
+    title = f"{model} through the operators, judged by Transformers on equally rounded latents (plain: not rounded)"
+    print_table(title, columns, rows)
+    plain = {run["context"]: run["plain_tokens"] for run in runs}
+    token_rows = [("none", f"{length:,}", "plain Transformers", _shown(tokens)) for length, tokens in plain.items()]
+    for run in runs:
+        token_rows.append((run["layout"], f"{run['context']:,}", "operators", _shown(run["tokens"])))
+        token_rows.append(("", "", "Transformers, rounded", _shown(run["oracle_tokens"])))
+    print_table(f"{model}: tokens", ("layout", ">context", "by", "tokens"), token_rows)
+
+
+def _shown(tokens: list[int]) -> str:
+    return " ".join(f"{token:4}" for token in tokens[:SHOWN_TOKENS]) + (" ..." if len(tokens) > SHOWN_TOKENS else "")
+
+
+def _equality(run: dict) -> str:
+    count, first = len(run["tokens"]), run["first_divergence"]
+    if first is None:
+        return f"{count} of {count}"
+    return f"part at {first}: lead {run['gap_at_divergence']:.0e}"
+
+
+def _plain_difference(run: dict) -> str:
+    first = run["plain_first_divergence"]
+    return f"not in {len(run['plain_tokens'])}" if first is None else f"at token {first}"
+
+
+def _print_verdict(runs: list[dict]) -> int:
+    faults = [
+        f"{run['model']}, {run['layout']}, context {run['context']}: {fault}" for run in runs for fault in run["faults"]
+    ]
+    longest = max(run["context"] for run in runs)
+    speedups = [run["speedup"] for run in runs if run["context"] == longest]
+    spread = f"{min(speedups):.0f} to {max(speedups):.0f} times"
+    print(f"\nSpeed-up at a context of {longest:,}: {spread} (information: no time fails the demo)")
+    for fault in faults:
+        print(f"FAILED {fault}")
+    passed = len(runs) - len({fault.rsplit(": ", 1)[0] for fault in faults})
+    print(f"{passed} of {len(runs)} runs passed")
+    return 1 if faults else 0
+
+
+def _write_json(options: argparse.Namespace, device: torch.device, runs: list[dict]) -> None:
+    header = {
+        "torch_sparse_mla": __version__,
+        "torch": torch.__version__,
+        "device": _device_name(device),
+        "kernel": explain("sparse_ckv_decode", device)["kernel"],
+        "dtype": options.dtype,
+        "seed": options.seed,
+    }
+    options.json.write_text(json.dumps({**header, "runs": runs}, indent=2) + "\n")

@@ -1,0 +1,191 @@
+"""Greedy decoding of one model by Transformers and by the operators, measured and compared. Used by `demo`.
+
+    prompt[:-1] -> context -> prompt[-1] -> token 0 -> token 1 -> ...      each arrow one decode step, each step timed
+
+A short context is computed by each side for itself. A long one, which costs Transformers far more than all that
+follows, is computed once by Transformers; the operators' cache gets its latents, written as records of each layout.
+
+The operators' tokens are judged by an oracle: Transformers on latents that are rounded as the layout rounds them. It
+scores prompt and generated tokens in one forward, and would have generated the same tokens as long as its highest logit
+names, at each position, the token that was generated. Where the two part, the oracle's own lead of first over second
+(`gap`) says whether the difference in arithmetic explains it.
+"""
+
+import copy
+import statistics
+import time
+from dataclasses import dataclass
+
+import torch
+from transformers import PreTrainedModel
+from transformers.cache_utils import Cache
+
+from ..integrations import transformers as integration
+from ..integrations.paged_cache import SparseMlaLayer
+from ..records.layouts import LATENT_DIM, LAYOUTS
+
+# Transformers' indexer holds queries x heads x context scores in float32 at once: 0.3 GB at 512 x 32 x 4096.
+PREFILL_CHUNK = 512
+LONGEST_OWN_CONTEXT = 1024
+# A token may differ where the oracle's gap is at most this many times the largest logit difference of that position.
+GAP_FACTOR = 10
+# Rounding differences of 1e-6 now and then tip a latent over to its neighbouring code, which moves a logit a little. A
+# lost record moves one by more than 1.
+MAX_LOGIT_DIFF = {"bf16": 2e-3, "e4m3": 0.1, "e2m1": 0.2}
+MAX_LOGIT_DIFF_LOW_PRECISION = 0.5
+
+
+@dataclass
+class Context:
+    """All but the last token of a prompt, as Transformers alone takes it, and how it goes on from there."""
+
+    prompt: torch.Tensor
+    cache: Cache
+    tokens: list[int]
+    ms_per_token: float
+
+    @property
+    def length(self) -> int:
+        return self.prompt.shape[1]
+
+    @property
+    def is_shared(self) -> bool:
+        """Whether the operators take over this cache. (Transformers before 5.24 keeps no latents in it.)"""
+        sparse = [layer for layer in self.cache.layers if hasattr(layer, "indexer_keys")]
+        has_latents = all(layer.keys.shape[1] == 1 and layer.keys.shape[-1] == LATENT_DIM for layer in sparse)
+        return self.length > LONGEST_OWN_CONTEXT and has_latents and bool(sparse)
+
+
+def forward(model: PreTrainedModel, tokens: torch.Tensor, cache: Cache | None, keep: int) -> tuple[torch.Tensor, Cache]:
+    """Logits [keep, vocabulary] of the last tokens, and the cache."""
+    # Transformers before 5.24 says past_key_values; later versions take it with a warning.
+    name = "cache" if "cache" in type(model).forward.__code__.co_varnames else "past_key_values"
+    output = model(input_ids=tokens, use_cache=True, logits_to_keep=keep, **{name: cache})
+    cache = output.cache if name == "cache" and "cache" in output else output.past_key_values
+    return output.logits[0], cache
+
+
+def prefill(model: PreTrainedModel, tokens: torch.Tensor, cache: Cache | None = None) -> Cache | None:
+    """Run tokens through the model, a bounded number at a time, for the sake of the cache."""
+    for chunk in tokens.split(PREFILL_CHUNK, dim=1):
+        _, cache = forward(model, chunk, cache, keep=1)
+    return cache
+
+
+def decode(
+    model: PreTrainedModel, cache: Cache, first: torch.Tensor, count: int
+) -> tuple[list[int], torch.Tensor, float]:
+    """Generate `count` tokens greedily after token `first` [1, 1]. Returns tokens, logits, median ms of a step."""
+    token, tokens, logits, times = first, [], [], []
+    for _ in range(count):
+        started = _now(first.device)
+        step_logits, cache = forward(model, token, cache, keep=1)
+        token = step_logits.argmax(-1, keepdim=True)
+        times.append(_now(first.device) - started)
+        tokens.append(int(token))
+        logits.append(step_logits)
+    # The first step pays for lazy initialisation.
+    return tokens, torch.cat(logits), 1e3 * statistics.median(times[1:] or times)
+
+
+def _now(device: torch.device) -> float:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    return time.perf_counter()
+
+
+def transformers_context(model: PreTrainedModel, prompt: torch.Tensor, count: int) -> Context:
+    """Transformers alone: the context of a prompt [1, tokens], then `count` tokens from there."""
+    cache = prefill(model, prompt[:, :-1])
+    tokens, _, ms = decode(model, copy.deepcopy(cache), prompt[:, -1:], count)
+    return Context(prompt, cache, tokens, ms)
+
+
+def measure(model: PreTrainedModel, layout: str, context: Context, count: int) -> dict:
+    """Generate `count` tokens through the operators, have the oracle judge them; returns one run's results."""
+    prompt = context.prompt
+    integration.convert(model, layout)
+    try:
+        cache = integration.new_cache(model, batch=1, max_len=context.length + count)
+        if context.is_shared:
+            _take_over(cache, context.cache)
+        else:
+            prefill(model, prompt[:, :-1], cache)
+        tokens, logits, ms = decode(model, cache, prompt[:, -1:], count)
+        record_bytes = integration.cache_bytes_per_token(cache)
+        integration.fake_quantise(model, layout)
+        generated = torch.tensor([tokens[:-1]], dtype=prompt.dtype, device=prompt.device)
+        continued = torch.cat([prompt[:, -1:], generated], 1)
+        oracle_cache = copy.deepcopy(context.cache) if context.is_shared else prefill(model, prompt[:, :-1])
+        oracle_logits, _ = forward(model, continued, oracle_cache, keep=count)
+    finally:
+        integration.restore(model)
+    reference_bytes = integration.reference_bytes_per_token(model)
+    return {
+        "context": context.length,
+        "tokens": tokens,
+        "plain_tokens": context.tokens,
+        **judge(layout, tokens, logits.float(), oracle_logits.float(), exact=model.dtype == torch.float32),
+        "plain_first_divergence": _first_difference(tokens, context.tokens),
+        "ms_per_token": ms,
+        "reference_ms_per_token": context.ms_per_token,
+        "speedup": context.ms_per_token / ms,
+        "record_bytes_per_token": record_bytes,
+        "reference_bytes_per_token": reference_bytes,
+    }
+
+
+def _take_over(cache: Cache, source: Cache) -> None:
+    """Fill an empty cache with the context that Transformers' own cache holds."""
+    for index, layer in enumerate(cache.layers):
+        taken = source.layers[index]
+        if not isinstance(layer, SparseMlaLayer):
+            cache.layers[index] = copy.deepcopy(taken)
+            continue
+        layer.update(taken.keys, taken.values)
+        if taken.indexer_keys is not None:
+            layer.update_indexer(taken.indexer_keys)
+
+
+def judge(layout: str, tokens: list[int], logits: torch.Tensor, oracle: torch.Tensor, exact: bool) -> dict:
+    """Compare generated tokens and their logits [count, vocabulary] with the oracle's.
+
+    Args:
+        exact: the model computes in float32. Then no token may differ with bf16 records.
+    Returns: "tokens_equal", "first_divergence" (None if equal), "gap_at_divergence", "max_logit_diff",
+        "smallest_gap", "oracle_tokens", and "faults": what fails the gate, in words.
+    """
+    oracle_tokens = oracle.argmax(-1).tolist()
+    difference = (logits - oracle).abs().amax(-1)
+    best, second = oracle.topk(2, dim=-1).values.unbind(-1)
+    gap = best - second
+    stored = LAYOUTS[layout].latent
+    limit = MAX_LOGIT_DIFF[stored] if exact else MAX_LOGIT_DIFF_LOW_PRECISION
+    faults = []
+    # Written so that NaN fails.
+    if not float(difference.max()) <= limit:
+        faults.append(f"logits differ by up to {float(difference.max()):.1e}; allowed {limit:.0e}")
+    for position, (token, expected) in enumerate(zip(tokens, oracle_tokens, strict=True)):
+        if token == expected:
+            continue
+        explained = bool(gap[position] <= GAP_FACTOR * difference[position])
+        if not explained or (exact and stored == "bf16"):
+            faults.append(
+                f"token {position} is {token}, Transformers says {expected} with a lead of {float(gap[position]):.1e} "
+                f"against a logit difference of {float(difference[position]):.1e}"
+            )
+            break
+    first = _first_difference(tokens, oracle_tokens)
+    return {
+        "tokens_equal": first is None,
+        "first_divergence": first,
+        "gap_at_divergence": None if first is None else float(gap[first]),
+        "max_logit_diff": float(difference.max()),
+        "smallest_gap": float(gap.min()),
+        "oracle_tokens": oracle_tokens,
+        "faults": faults,
+    }
+
+
+def _first_difference(tokens: list[int], others: list[int]) -> int | None:
+    return next((i for i, (a, b) in enumerate(zip(tokens, others, strict=False)) if a != b), None)

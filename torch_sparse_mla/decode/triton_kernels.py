@@ -1,0 +1,530 @@
+"""Sparse CKV decode and partial merge as Triton kernels: the portable CUDA form, sm_80 and newer.
+
+One program attends with one tile of heads to one part of one row's list. Its record tile is loaded in four chunks of
+128 latents, each twice: as keys, then from the L1 cache as values (holding it in registers would spill).
+
+Codes stay unscaled through both matrix products: float16 holds e4m3 codes and e2m1 x e4m3 products exactly, bf16 holds
+bf16 latents. A scale that belongs to a whole (token, chunk) multiplies scores before the softmax and weights after it,
+in float32. What meets float16 codes is first divided by a power of two, so that any magnitude of queries and scales fits.
+float16 and float32 queries keep their precision through pairs of tf32 operands, with any codes.
+
+Where a part of a list begins is worked out here from the row's live length, so that a captured launch stays right when
+lengths change. A row's parts are merged by a second kernel, which is also the operator `merge_partial_attention`.
+"""
+
+import torch
+import triton
+import triton.language as tl
+
+from ..contract import ALIGNMENT_BYTES
+from ..records.layouts import LATENT_DIM, LAYOUTS, RecordLayout
+from ..records.triton_codec import decode_e2m1, decode_e4m3
+from ..triton_launch import AotConfiguration, AotConfigurations, capability_of, on_device
+from . import contract
+
+LOG2_E = tl.constexpr(1.4426950408889634)
+MERGE_COLUMNS = 64
+MERGE_PARTIALS = 32
+
+
+def sparse_ckv_decode(
+    q: torch.Tensor,
+    cache: torch.Tensor,
+    indices: torch.Tensor,
+    lengths: torch.Tensor | None,
+    sink: torch.Tensor | None,
+    out: torch.Tensor,
+    lse: torch.Tensor,
+    workspace: torch.Tensor,
+    softmax_scale: float,
+    layout: str,
+    batch_invariant: bool = False,
+) -> None:
+    record_layout = contract.check_sparse_ckv_decode(
+        q, cache, indices, lengths, sink, out, lse, workspace, softmax_scale, layout, batch_invariant
+    )
+    rows, num_heads, _ = q.shape
+    if rows == 0:
+        return
+    topk = indices.shape[1]
+    splits = contract.num_splits(rows, num_heads, topk, batch_invariant)
+    with on_device(q):
+        if splits == 1:
+            _attend(q, cache, indices, lengths, sink, out, lse, softmax_scale, record_layout, 1, batch_invariant)
+            return
+        step = contract.rows_per_launch(rows, num_heads, topk, batch_invariant)
+        for first in range(0, rows, step):
+            part = slice(first, min(first + step, rows))
+            partial_out, partial_lse = _partial_views(workspace, splits, part.stop - first, num_heads)
+            part_lengths = None if lengths is None else lengths[part]
+            _attend(
+                q[part],
+                cache,
+                indices[part],
+                part_lengths,
+                None,
+                partial_out,
+                partial_lse,
+                softmax_scale,
+                record_layout,
+                splits,
+                batch_invariant,
+            )
+            _merge(partial_out, partial_lse, sink, out[part], lse[part])
+
+
+def merge_partial_attention(
+    partial_out: torch.Tensor,
+    partial_lse: torch.Tensor,
+    sink: torch.Tensor | None,
+    out: torch.Tensor,
+    lse: torch.Tensor,
+) -> None:
+    contract.check_merge_partial_attention(partial_out, partial_lse, sink, out, lse)
+    if lse.numel():
+        with on_device(out):
+            _merge(partial_out, partial_lse, sink, out, lse)
+
+
+def _partial_views(
+    workspace: torch.Tensor, splits: int, rows: int, num_heads: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    words = splits * rows * num_heads
+    floats = workspace[: words * (LATENT_DIM + 1) * 4].view(torch.float32)
+    return (
+        floats[: words * LATENT_DIM].view(splits, rows, num_heads, LATENT_DIM),
+        floats[words * LATENT_DIM :].view(splits, rows, num_heads),
+    )
+
+
+def _attend(q, cache, indices, lengths, sink, out, lse, softmax_scale, layout, splits, batch_invariant) -> None:
+    rows, num_heads, _ = q.shape
+    _sparse_ckv_decode_kernel[(rows, splits, triton.cdiv(num_heads, contract.HEADS_PER_TILE))](
+        q,
+        cache,
+        indices,
+        lengths,
+        sink,
+        out,
+        lse,
+        softmax_scale,
+        num_heads,
+        indices.shape[1],
+        cache.shape[0] * cache.shape[1],
+        cache.shape[1],
+        cache.stride(0) // ALIGNMENT_BYTES if cache.shape[0] > 1 else 0,
+        q.stride(0),
+        indices.stride(0),
+        **attend_configuration(layout, q.dtype, batch_invariant, capability_of(cache.device)),
+    )
+
+
+def attend_configuration(
+    layout: RecordLayout, q_dtype: torch.dtype, batch_invariant: bool, capability: int
+) -> dict[str, object]:
+    """Compile-time arguments: a function of layout, query type and GPU, never of the number of rows."""
+    exact = tl.bfloat16 if layout.latent == "bf16" else tl.float16
+    # sm_89 converts e4m3 too, but Triton 3.6 goes on from there by an instruction of sm_90.
+    native_e4m3 = capability >= 90
+    # Larger tiles spill registers where operands are float32, or codes are unpacked by integer arithmetic.
+    large = q_dtype == torch.bfloat16 and (layout.latent == "bf16" or (layout.latent == "e4m3" and native_e4m3))
+    # Loads of the next tile under this one's arithmetic: where shared memory and registers allow it.
+    pipelined = large and layout.latent == "e4m3" and 90 <= capability < 120
+    return {
+        "LAYOUT": layout,
+        "DOT": exact if q_dtype == torch.bfloat16 else tl.float32,
+        "NATIVE_E4M3": native_e4m3,
+        "INVARIANT_TOKENS": contract.INVARIANT_TOKENS_PER_SPLIT if batch_invariant else 0,
+        "HEADS": contract.HEADS_PER_TILE,
+        "TOKENS": contract.TOKENS_PER_TILE if large else 32,
+        "num_warps": 8,
+        "num_stages": 2 if pipelined else 1,
+    }
+
+
+def _merge(partial_out, partial_lse, sink, out, lse) -> None:
+    partials, rows, num_heads, _ = partial_out.shape
+    _merge_partial_attention_kernel[(rows, num_heads, LATENT_DIM // MERGE_COLUMNS)](
+        partial_out,
+        partial_lse,
+        sink,
+        out,
+        lse,
+        partials,
+        num_heads,
+        rows * num_heads,
+        COLUMNS=MERGE_COLUMNS,
+        PARTIALS=MERGE_PARTIALS,
+        num_warps=4,
+    )
+
+
+def aot_configurations(capability: int) -> AotConfigurations:
+    """Every layout: partial and final results of bf16 queries, partial ones of float32; fixed splits; every merge type."""
+    variants = (("bf16", "fp32", None, False), ("bf16", "bf16", "*fp32", False), ("fp32", "fp32", None, False))
+    for layout in LAYOUTS.values():
+        for variant in variants:
+            yield _attend_aot_configuration(layout, *variant, capability)
+    yield _attend_aot_configuration(LAYOUTS["fp8_ds_mla"], "bf16", "fp32", None, True, capability)
+    for partial_type, out_type in (("fp32", "bf16"), ("fp32", "fp32"), ("bf16", "bf16"), ("fp16", "fp16")):
+        signature = {"partial_out": f"*{partial_type}:16", "partial_lse": "*fp32", "sink": "*fp32"}
+        signature |= {"out": f"*{out_type}:16", "lse": "*fp32"}
+        signature |= {"partials": "i32", "num_heads": "i32", "partial_stride": "i64"}
+        constants = {"COLUMNS": MERGE_COLUMNS, "PARTIALS": MERGE_PARTIALS}
+        name = f"merge-{partial_type}-{out_type}"
+        yield AotConfiguration(name, _merge_partial_attention_kernel, signature, constants, {"num_warps": 4})
+
+
+def _attend_aot_configuration(
+    layout: RecordLayout, q_type: str, out_type: str, sink: str | None, invariant: bool, capability: int
+) -> AotConfiguration:
+    signature = {"q": f"*{q_type}:16", "cache": "*u8:16", "indices": "*i32", "lengths": "*i32"}
+    signature |= {"out": f"*{out_type}:16", "lse": "*fp32", "softmax_scale": "fp32"} | ({"sink": sink} if sink else {})
+    signature |= {"num_heads": "i32", "topk": "i32", "num_slots": "i64", "page_size": "i32"}
+    signature |= {"page_stride_16": "i64", "q_row_stride": "i32:16", "indices_row_stride": "i64"}
+    q_dtype = torch.bfloat16 if q_type == "bf16" else torch.float32
+    constants = attend_configuration(layout, q_dtype, invariant, capability)
+    options = {name: constants.pop(name) for name in ("num_warps", "num_stages")}
+    constants |= {} if sink else {"sink": None}
+    name = f"attend-{layout.name}-{q_type}-{out_type}{'-invariant' if invariant else ''}"
+    return AotConfiguration(name, _sparse_ckv_decode_kernel, signature, constants, options)
+
+
+# Sizes and list addresses are not specialised on their values: another cache or batch compiles nothing new.
+@triton.jit(
+    do_not_specialize=["num_heads", "topk", "num_slots", "page_size", "page_stride_16", "indices_row_stride"],
+    do_not_specialize_on_alignment=["indices", "lengths", "sink", "lse"],
+)
+def _sparse_ckv_decode_kernel(
+    q,
+    cache,
+    indices,
+    lengths,
+    sink,
+    out,
+    lse,
+    softmax_scale,
+    num_heads,
+    topk,
+    num_slots: tl.int64,
+    page_size: tl.int32,
+    page_stride_16: tl.int64,
+    q_row_stride,
+    indices_row_stride: tl.int64,
+    LAYOUT: tl.constexpr,
+    DOT: tl.constexpr,
+    NATIVE_E4M3: tl.constexpr,
+    INVARIANT_TOKENS: tl.constexpr,
+    HEADS: tl.constexpr,
+    TOKENS: tl.constexpr,
+):
+    row = tl.program_id(0).to(tl.int64)
+    split = tl.program_id(1)
+    heads = tl.program_id(2) * HEADS + tl.arange(0, HEADS)
+    live_head = heads < num_heads
+    scale_log2 = softmax_scale * LOG2_E
+
+    # This program's part of the list, from the live length.
+    length = topk
+    if lengths is not None:
+        length = tl.minimum(tl.maximum(tl.load(lengths + row), 0), topk)
+    if INVARIANT_TOKENS > 0:
+        tokens_per_split = INVARIANT_TOKENS
+    else:
+        tokens_per_split = tl.cdiv(tl.cdiv(length, TOKENS), tl.num_programs(1)) * TOKENS
+    begin = split * tokens_per_split
+    end = tl.minimum(begin + tokens_per_split, length)
+
+    q_row = q + row * q_row_stride
+    q_unit, q_factor = _query_unit(q_row, heads, live_head, LAYOUT, DOT)
+    maximum = tl.full([HEADS], float("-inf"), tl.float32)
+    total = tl.zeros([HEADS], tl.float32)
+    acc0 = tl.zeros([HEADS, 128], tl.float32)
+    acc1 = tl.zeros([HEADS, 128], tl.float32)
+    acc2 = tl.zeros([HEADS, 128], tl.float32)
+    acc3 = tl.zeros([HEADS, 128], tl.float32)
+    indices_row = indices + row * indices_row_stride
+    column = tl.arange(0, TOKENS)
+    slots = tl.load(indices_row + begin + column, mask=begin + column < end, other=-1)
+    for first in range(begin, end, TOKENS):
+        valid = (slots >= 0) & (slots < num_slots)
+        present = tl.where(valid, slots, 0)
+        page = (present // page_size).to(tl.int64)
+        in_page = (present % page_size).to(tl.int64)
+        records = cache + page * page_stride_16 * 16 + in_page * LAYOUT.record_bytes
+        # The next tile's slots travel while this tile's records do.
+        following = first + TOKENS + column
+        slots = tl.load(indices_row + following, mask=following < end, other=-1)
+
+        scores = tl.zeros([HEADS, TOKENS], tl.float32)
+        if DOT == tl.float32 or LAYOUT.latent == "e2m1":
+            # Not unrolled: the compiler would keep the whole query in registers, and spill.
+            for index in tl.range(0, 4):
+                scores = _add_scores(
+                    scores, q_row, q_factor, heads, live_head, records, valid, index, LAYOUT, DOT, NATIVE_E4M3
+                )
+        else:
+            for index in tl.static_range(0, 4):
+                scores = _add_scores(
+                    scores, q_row, q_factor, heads, live_head, records, valid, index, LAYOUT, DOT, NATIVE_E4M3
+                )
+        if DOT == tl.float16:
+            scores *= q_unit[:, None]
+        if LAYOUT.rope is not None:
+            rope_dot: tl.constexpr = tl.bfloat16 if DOT == tl.float16 else DOT
+            q_rope = _load_query(q_row, heads, live_head, 512 + tl.arange(0, 64), LAYOUT).to(rope_dot)
+            rope, rope_scale = _load_rope(records, valid, LAYOUT, rope_dot, NATIVE_E4M3)
+            scores += _dot(q_rope, tl.trans(rope)) * rope_scale[None, :]
+        scores = tl.where(valid[None, :], scores * scale_log2, float("-inf"))
+
+        new_maximum = tl.maximum(maximum, tl.max(scores, 1))
+        shift = tl.where(new_maximum == float("-inf"), 0.0, new_maximum)
+        decay = tl.exp2(maximum - shift)
+        weights = tl.exp2(scores - shift[:, None])
+        maximum = new_maximum
+        total = total * decay + tl.sum(weights, 1)
+        if DOT == tl.float16:
+            # One unit per head for the four chunks: weights down to 2 ** -28 of the largest keep all their bits.
+            unit, factor = _unit(tl.max(weights * _largest_scale(records, valid, LAYOUT)[None, :], 1))
+        else:
+            unit, factor = maximum, maximum
+        acc0 = _add_values(acc0, decay, weights, unit, factor, records, valid, 0, LAYOUT, DOT, NATIVE_E4M3)
+        acc1 = _add_values(acc1, decay, weights, unit, factor, records, valid, 1, LAYOUT, DOT, NATIVE_E4M3)
+        acc2 = _add_values(acc2, decay, weights, unit, factor, records, valid, 2, LAYOUT, DOT, NATIVE_E4M3)
+        acc3 = _add_values(acc3, decay, weights, unit, factor, records, valid, 3, LAYOUT, DOT, NATIVE_E4M3)
+
+    empty = total == 0.0
+    row_lse = tl.where(empty, float("-inf"), (maximum + tl.log2(total)) / LOG2_E)
+    factor = tl.where(empty, 0.0, 1.0 / total)
+    if sink is not None:
+        factor *= _sink_factor(row_lse, tl.load(sink + heads, mask=live_head, other=0.0))
+    # Without splits there is one part: [row, head]; with splits [split, row, head].
+    result_row = (split * tl.num_programs(0) + row) * num_heads
+    tl.store(lse + result_row + heads, row_lse, mask=live_head)
+    out_row = out + result_row * 512
+    _store_chunk(out_row, acc0, factor, heads, live_head, 0, LAYOUT)
+    _store_chunk(out_row, acc1, factor, heads, live_head, 1, LAYOUT)
+    _store_chunk(out_row, acc2, factor, heads, live_head, 2, LAYOUT)
+    _store_chunk(out_row, acc3, factor, heads, live_head, 3, LAYOUT)
+
+
+@triton.jit
+def _add_scores(
+    scores,
+    q_row,
+    q_factor,
+    heads,
+    live_head,
+    records,
+    valid,
+    index,
+    LAYOUT: tl.constexpr,
+    DOT: tl.constexpr,
+    NATIVE: tl.constexpr,
+):
+    q = _load_query(q_row, heads, live_head, _chunk_columns(index, LAYOUT), LAYOUT)
+    if DOT == tl.float16:
+        q = q.to(tl.float32) * q_factor[:, None]
+    keys = _load_chunk(records, valid, index, LAYOUT, DOT, NATIVE, "evict_last")
+    scale = _chunk_scale(records, valid, index, LAYOUT)
+    return scores + _dot(q.to(DOT), tl.trans(keys)) * scale[None, :]
+
+
+@triton.jit
+def _add_values(
+    acc,
+    decay,
+    weights,
+    unit,
+    factor,
+    records,
+    valid,
+    index,
+    LAYOUT: tl.constexpr,
+    DOT: tl.constexpr,
+    NATIVE: tl.constexpr,
+):
+    # Another eviction policy than the keys', or the compiler would merge the two loads and hold the tile in registers.
+    values = _load_chunk(records, valid, index, LAYOUT, DOT, NATIVE, "evict_first")
+    scaled = weights * _chunk_scale(records, valid, index, LAYOUT)[None, :]
+    if DOT == tl.float16:
+        product = _dot((scaled * factor[:, None]).to(DOT), values) * unit[:, None]
+    else:
+        product = _dot(scaled.to(DOT), values)
+    return acc * decay[:, None] + product
+
+
+@triton.jit
+def _query_unit(q_row, heads, live_head, LAYOUT: tl.constexpr, DOT: tl.constexpr):
+    """Unit and factor of each head's latent query. Only float16 operands need them; else a placeholder."""
+    if DOT == tl.float16:
+        magnitudes = tl.abs(_load_query(q_row, heads, live_head, tl.arange(0, 512), LAYOUT).to(tl.float32))
+        unit, factor = _unit(tl.max(magnitudes, 1))
+    else:
+        unit = heads
+        factor = heads
+    return unit, factor
+
+
+@triton.jit
+def _unit(peak):
+    """A power of two that brings `peak` to 2 ** 14 or more but below 2 ** 15, and its inverse."""
+    exponent = tl.maximum(peak.to(tl.int32, bitcast=True) & 0x7F800000, 15 << 23) - (14 << 23)
+    return exponent.to(tl.float32, bitcast=True), ((254 << 23) - exponent).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def _largest_scale(records, valid, LAYOUT: tl.constexpr):
+    """The largest of each token's chunk scales, [tokens]."""
+    scale = _chunk_scale(records, valid, 0, LAYOUT)
+    if LAYOUT.latent == "e4m3":
+        scale = tl.maximum(scale, _chunk_scale(records, valid, 1, LAYOUT))
+        scale = tl.maximum(scale, _chunk_scale(records, valid, 2, LAYOUT))
+        scale = tl.maximum(scale, _chunk_scale(records, valid, 3, LAYOUT))
+    return scale
+
+
+@triton.jit
+def _dot(left, codes):
+    """left @ codes. Float32 `left` is split in two, since tf32 holds the codes of every layout exactly but not `left`."""
+    if left.dtype == tl.float32:
+        high = (left.to(tl.int32, bitcast=True) & -8192).to(tl.float32, bitcast=True)
+        low = tl.dot(left - high, codes, input_precision="tf32")
+        product = tl.dot(high, codes, low, input_precision="tf32")
+    else:
+        product = tl.dot(left, codes)
+    return product
+
+
+@triton.jit
+def _chunk_columns(index, LAYOUT: tl.constexpr):
+    """The 128 latents of a chunk: neighbours, or for two-a-byte storage every second one of 256."""
+    column = tl.arange(0, 128)
+    if LAYOUT.latent == "e2m1":
+        columns = (index // 2) * 256 + index % 2 + 2 * column
+    else:
+        columns = index * 128 + column
+    return columns
+
+
+@triton.jit
+def _load_query(q_row, heads, live_head, columns, LAYOUT: tl.constexpr):
+    at = q_row + heads[:, None] * LAYOUT.query_dim + columns[None, :]
+    return tl.load(at, mask=live_head[:, None], other=0.0)
+
+
+@triton.jit
+def _load_chunk(
+    records, valid, index, LAYOUT: tl.constexpr, DOT: tl.constexpr, NATIVE: tl.constexpr, EVICTION: tl.constexpr
+):
+    """One chunk of a record tile, [tokens, 128], without the scale that `_chunk_scale` gives. Absent tokens: zeros."""
+    column = tl.arange(0, 128)
+    if LAYOUT.latent == "bf16":
+        at = records.to(tl.pointer_type(tl.bfloat16))[:, None] + index * 128 + column[None, :]
+        values = tl.load(at, mask=valid[:, None], other=0.0, eviction_policy=EVICTION).to(DOT)
+    elif LAYOUT.latent == "e4m3":
+        at = records[:, None] + index * 128 + column[None, :]
+        codes = tl.load(at, mask=valid[:, None], other=0, eviction_policy=EVICTION)
+        values = decode_e4m3(codes, DOT, NATIVE)
+    else:
+        half = index // 2
+        at = records[:, None] + half * 128 + column[None, :]
+        codes = tl.load(at, mask=valid[:, None], other=0, eviction_policy=EVICTION)
+        # 16 latents, so 8 bytes, share a scale: 16 scales for this half of the record.
+        at = records[:, None] + LAYOUT.scale_offset + half * 16 + tl.arange(0, 16)[None, :]
+        scales = decode_e4m3(tl.load(at, mask=valid[:, None], other=0, eviction_policy=EVICTION), tl.float32, NATIVE)
+        tokens: tl.constexpr = records.shape[0]
+        scales = tl.reshape(tl.broadcast_to(scales[:, :, None], [tokens, 16, 8]), [tokens, 128])
+        values = (decode_e2m1(codes >> (4 * (index % 2))) * scales).to(DOT)
+    return values
+
+
+@triton.jit
+def _chunk_scale(records, valid, index, LAYOUT: tl.constexpr):
+    """The float32 factor of a whole chunk of each token, [tokens]."""
+    if LAYOUT.latent == "e4m3":
+        at = (records + LAYOUT.scale_offset).to(tl.pointer_type(tl.float32)) + index
+        scale = tl.load(at, mask=valid, other=0.0)
+    elif LAYOUT.token_scale_offset is not None:
+        at = (records + LAYOUT.token_scale_offset).to(tl.pointer_type(tl.float32))
+        scale = tl.load(at, mask=valid, other=0.0)
+        # Zero marks a record without a token scale.
+        scale = tl.where(scale == 0.0, 1.0, scale)
+    else:
+        scale = tl.full(records.shape, 1.0, tl.float32)
+    return scale
+
+
+@triton.jit
+def _load_rope(records, valid, LAYOUT: tl.constexpr, DOT: tl.constexpr, NATIVE: tl.constexpr):
+    """RoPE part of a record tile, [tokens, 64], and its factor, [tokens]."""
+    column = tl.arange(0, 64)
+    if LAYOUT.rope == "bf16":
+        at = (records + LAYOUT.rope_offset).to(tl.pointer_type(tl.bfloat16))[:, None] + column[None, :]
+        rope = tl.load(at, mask=valid[:, None], other=0.0).to(DOT)
+        scale = tl.full(records.shape, 1.0, tl.float32)
+    else:
+        codes = tl.load(records[:, None] + LAYOUT.rope_offset + column[None, :], mask=valid[:, None], other=0)
+        rope = decode_e4m3(codes, DOT, NATIVE)
+        scale = tl.load((records + LAYOUT.rope_scale_offset).to(tl.pointer_type(tl.float32)), mask=valid, other=0.0)
+    return rope, scale
+
+
+@triton.jit
+def _store_chunk(out_row, acc, factor, heads, live_head, index, LAYOUT: tl.constexpr):
+    at = out_row + heads[:, None] * 512 + _chunk_columns(index, LAYOUT)[None, :]
+    tl.store(at, (acc * factor[:, None]).to(out_row.dtype.element_ty), mask=live_head[:, None])
+
+
+@triton.jit
+def _sink_factor(lse, sink):
+    """exp(lse) / (exp(lse) + exp(sink)); 0 for an empty row."""
+    return tl.where(lse == float("-inf"), 0.0, 1.0 / (1.0 + tl.exp(sink - lse)))
+
+
+@triton.jit(
+    do_not_specialize=["partials", "num_heads", "partial_stride"],
+    do_not_specialize_on_alignment=["partial_lse", "sink", "lse"],
+)
+def _merge_partial_attention_kernel(
+    partial_out,
+    partial_lse,
+    sink,
+    out,
+    lse,
+    partials,
+    num_heads,
+    partial_stride: tl.int64,
+    COLUMNS: tl.constexpr,
+    PARTIALS: tl.constexpr,
+):
+    head = tl.program_id(1)
+    result = tl.program_id(0).to(tl.int64) * num_heads + head
+    columns = tl.program_id(2) * COLUMNS + tl.arange(0, COLUMNS)
+    lane = tl.arange(0, PARTIALS)
+
+    maximum = float("-inf")
+    total = 0.0
+    acc = tl.zeros([COLUMNS], tl.float32)
+    for first in range(0, partials, PARTIALS):
+        partial = (first + lane).to(tl.int64) * partial_stride + result
+        part_lse = tl.load(partial_lse + partial, mask=first + lane < partials, other=float("-inf"))
+        # An empty part is not loaded: whatever its buffer holds weighs nothing.
+        filled = part_lse != float("-inf")
+        part_out = tl.load(partial_out + partial[:, None] * 512 + columns[None, :], mask=filled[:, None], other=0.0)
+        new_maximum = tl.maximum(maximum, tl.max(part_lse, 0))
+        shift = tl.where(new_maximum == float("-inf"), 0.0, new_maximum)
+        decay = tl.exp(maximum - shift)
+        weights = tl.exp(part_lse - shift)
+        total = total * decay + tl.sum(weights, 0)
+        acc = acc * decay + tl.sum(weights[:, None] * part_out.to(tl.float32), 0)
+        maximum = new_maximum
+
+    empty = total == 0.0
+    row_lse = tl.where(empty, float("-inf"), maximum + tl.log(total))
+    factor = tl.where(empty, 0.0, 1.0 / total)
+    if sink is not None:
+        factor *= _sink_factor(row_lse, tl.load(sink + head))
+    tl.store(out + result * 512 + columns, (acc * factor).to(out.dtype.element_ty))
+    if tl.program_id(2) == 0:
+        tl.store(lse + result, row_lse)

@@ -1,0 +1,223 @@
+"""A Transformers cache layer that keeps sparse-MLA tokens as CKV records in pages.
+
+write: new latents and RoPE parts -> `write_ckv_records` -> pages.
+read: selected tokens -> slots, for `sparse_ckv_decode`.
+One `TokenPages` is shared by all layers of a cache: token t of a sequence has the same slot in every layer.
+"""
+
+from dataclasses import dataclass, field
+
+import torch
+from transformers.cache_utils import CacheLayerMixin
+
+from .. import sharding
+from ..records.api import write_ckv_records
+from ..records.layouts import LATENT_DIM, LAYOUTS
+
+
+@dataclass(frozen=True)
+class Dcp:
+    """Decode context parallelism in one process: `world` shards, each with its own records and its own attention.
+
+    Attributes:
+        world: shards; 1 is an ordinary cache.
+        interleave: consecutive tokens that one shard owns; divides the page size.
+    """
+
+    world: int = 1
+    interleave: int = 4
+
+
+@dataclass(frozen=True)
+class CacheSettings:
+    """What `convert` fixes: record layout, sharding, records in a page."""
+
+    layout: str
+    dcp: Dcp = field(default_factory=Dcp)
+    page_size: int = 64
+
+
+@dataclass(frozen=True, eq=False)
+class NewStates:
+    """Latents [batch, 1, tokens, 512] and RoPE parts [batch, 1, tokens, 64 or 0] that are in no cache yet."""
+
+    latent: torch.Tensor
+    rope: torch.Tensor
+
+    @property
+    def shape(self) -> torch.Size:
+        return self.latent.shape
+
+
+class TokenPages:
+    """Where the tokens of a batch of sequences lie.
+
+    The block table [batch, blocks] gives a sequence's pages, the same on every shard. Pages are dealt in a random but
+    fixed order, as after some time in a server: nothing may rely on pages that follow each other.
+    """
+
+    def __init__(self, settings: CacheSettings, batch: int, max_len: int, device: torch.device | str) -> None:
+        for name, value in (("batch", batch), ("max_len", max_len)):
+            if value < 1:
+                raise ValueError(
+                    f"torch_sparse_mla.integrations.transformers.new_cache: {name}: got {value}; allowed: 1 up"
+                )
+        self.settings, self.batch, self.max_len = settings, batch, max_len
+        self.num_pages = batch * self.blocks_of(max_len)
+        order = torch.randperm(self.num_pages, generator=torch.Generator().manual_seed(0))
+        self.block_table = order.view(batch, -1).to(device)
+        self._new = self._selected = (None, None, None)
+
+    def blocks_of(self, length: int) -> int:
+        """Pages that a sequence of `length` tokens takes on shard 0, which holds the most."""
+        dcp = self.settings.dcp
+        return -(-sharding.local_length(0, length, dcp.world, dcp.interleave) // self.settings.page_size)
+
+    def check_room(self, length: int, batch: int, count: int) -> None:
+        """Raise ValueError unless `count` tokens of `batch` sequences fit behind the first `length`."""
+        if batch != self.batch:
+            raise ValueError(
+                f"torch_sparse_mla.integrations.transformers: batch: got {batch} sequences; allowed: {self.batch}, as "
+                "new_cache was told (for beam search, batch x num_beams)"
+            )
+        if length + count > self.max_len:
+            raise ValueError(
+                f"torch_sparse_mla.integrations.transformers: tokens: got {count} more after {length}; allowed: up to "
+                f"max_len = {self.max_len} of new_cache in all. Nothing was written; make a cache with a larger max_len"
+            )
+
+    def slots_of_new(self, start: int, count: int) -> list[torch.Tensor]:
+        """Slots of tokens start .. start + count - 1 of every sequence: per shard int64 [batch * count]."""
+        if not torch.compiler.is_compiling() and self._new[:2] == (start, count):
+            return self._new[2]
+        tokens = torch.arange(start, start + count, device=self.block_table.device).expand(self.batch, count)
+        slots = [shard.flatten() for shard in self._slots(tokens)]
+        if not torch.compiler.is_compiling():
+            self._new = (start, count, slots)
+        return slots
+
+    def slots_of_selected(self, tokens: torch.Tensor, visible: torch.Tensor | None) -> list[torch.Tensor]:
+        """Slots of the tokens that each query selected.
+
+        Args:
+            tokens: [batch, queries, K] integer positions; -1 absent.
+            visible: [batch, 1, queries, length] attention mask, boolean or additive; selected tokens that it hides are
+                absent. None: all count.
+        Returns: per shard int32 [batch * queries, K]; -1 where absent or another shard's.
+        """
+        # Shared layers pass the objects that their Full layer made: translate once. The references kept here make sure
+        # that no later tensor can be taken for one of them.
+        if not torch.compiler.is_compiling() and self._selected[0] is tokens and self._selected[1] is visible:
+            return self._selected[2]
+        counted = tokens.long()
+        if visible is not None:
+            seen = visible[:, 0].expand(*counted.shape[:2], -1).gather(-1, counted.clamp(min=0))
+            if seen.dtype != torch.bool:
+                seen = seen > torch.finfo(seen.dtype).min / 2
+            counted = torch.where(seen, counted, -1)
+        slots = [shard.flatten(0, 1).int() for shard in self._slots(counted)]
+        if not torch.compiler.is_compiling():
+            self._selected = (tokens, visible, slots)
+        return slots
+
+    def _slots(self, tokens: torch.Tensor) -> list[torch.Tensor]:
+        page_size, dcp = self.settings.page_size, self.settings.dcp
+        return [
+            sharding.local_slots(tokens, self.block_table, page_size, shard, dcp.world, dcp.interleave)
+            for shard in range(dcp.world)
+        ]
+
+
+class SparseMlaLayer(CacheLayerMixin):
+    """One sparse-MLA layer's records, a paged pool per shard, and its index keys.
+
+    `update` returns the layer itself in place of key and value states: the attention function reads records.
+    """
+
+    is_sliding = False
+    is_croppable = True
+    supports_early_init = False
+
+    def __init__(self, pages: TokenPages) -> None:
+        super().__init__()
+        settings = pages.settings
+        self.pages = pages
+        self.batch_size = pages.batch
+        shape = (pages.num_pages, settings.page_size, LAYOUTS[settings.layout].record_bytes)
+        device = pages.block_table.device
+        self.records = [torch.empty(shape, dtype=torch.uint8, device=device) for _ in range(settings.dcp.world)]
+        self.index_keys: torch.Tensor | None = None
+        self.is_initialized = True
+        self._set_length(0)
+
+    @property
+    def shape(self) -> tuple[int, int, int, int]:
+        return (self.batch_size, 1, self.length, LATENT_DIM)
+
+    def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
+        """Nothing is left to do: the pool is as large as `new_cache` was told, from the start."""
+
+    def update(
+        self, latent: torch.Tensor | NewStates, rope: torch.Tensor | NewStates, *args: object, **kwargs: object
+    ) -> tuple["SparseMlaLayer", "SparseMlaLayer"]:
+        # Transformers 5.17 calls `expand_kv` before `update`, later versions after it.
+        if isinstance(latent, NewStates):
+            latent, rope = latent.latent, latent.rope
+        batch, _, count, _ = latent.shape
+        self.pages.check_room(self.length, batch, count)
+        latent_rows, rope_rows = _record_rows(latent), _record_rows(rope)
+        for records, slots in zip(self.records, self.pages.slots_of_new(self.length, count), strict=True):
+            write_ckv_records(latent_rows, rope_rows, slots, records, self.pages.settings.layout)
+        self._set_length(self.length + count)
+        return self, self
+
+    def update_indexer(self, index_keys: torch.Tensor) -> torch.Tensor:
+        """Append index keys [batch, count, width] of the tokens that `update` has just written; returns all of them."""
+        batch, count, width = index_keys.shape
+        if self.index_keys is None:
+            self.index_keys = index_keys.new_empty(batch, self.pages.max_len, width)
+        self.index_keys[:, self.length - count : self.length] = index_keys
+        return self.index_keys[:, : self.length]
+
+    def get_seq_length(self) -> int:
+        return self.length
+
+    def get_max_length(self) -> int:
+        return self.pages.max_len
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        return self.length + query_length, 0
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Forget the last tokens; as in Transformers, their number comes with a minus sign."""
+        if not -self.length <= tokens_to_remove <= 0:
+            raise ValueError(
+                f"torch_sparse_mla.integrations.transformers: crop: tokens_to_remove: got {tokens_to_remove}; allowed: "
+                f"{-self.length}..0 (minus the number of tokens to remove)"
+            )
+        self._set_length(self.length + tokens_to_remove)
+
+    def reset(self) -> None:
+        self._set_length(0)
+
+    def reorder_cache(self, beam_idx: torch.Tensor) -> None:
+        """Sequence i becomes a copy of sequence beam_idx[i]; two beams of one parent part ways at the next token."""
+        beam_idx = beam_idx.to(self.pages.block_table.device)
+        table = self.pages.block_table[:, : self.pages.blocks_of(self.length)]
+        for records in self.records:
+            records[table] = records[table[beam_idx]]
+        if self.index_keys is not None:
+            self.index_keys[:, : self.length] = self.index_keys[beam_idx, : self.length]
+
+    def _set_length(self, length: int) -> None:
+        self.length = length
+        # The glm5_next indexer asks for the shape of `keys` and for nothing else: zero strides, one byte.
+        self.keys = self.records[0].view(-1)[:1].expand(self.batch_size, 1, length, 1)
+
+
+def _record_rows(states: torch.Tensor) -> torch.Tensor | None:
+    """[batch, 1, tokens, width] as the [batch * tokens, width] that records are made of; None for width 0."""
+    if states.shape[-1] == 0:
+        return None
+    rows = states.reshape(-1, states.shape[-1])
+    return rows.float() if rows.dtype == torch.float64 else rows
