@@ -99,7 +99,7 @@ def _memory_range(tensor: torch.Tensor) -> tuple[int, int]:
 
 
 def checked_mode() -> bool:
-    """Whether `TORCH_SPARSE_MLA_CHECK=1` asks for checks of device data (they synchronise). Any value but 0 or 1 raises."""
+    """Whether `TORCH_SPARSE_MLA_CHECK=1` asks for checks of device data, which synchronise."""
     return strict_flag("TORCH_SPARSE_MLA_CHECK")
 
 

@@ -33,8 +33,8 @@ def capability_of(device: torch.device) -> int:
 class AotConfiguration(NamedTuple):
     """One kernel as it ships, for the gate that compiles everything without a GPU (`tests/test_triton_aot.py`).
 
-    Each `triton_kernels.py` has `aot_configurations(capability)`, which yields what it launches on such a GPU, for every
-    kernel, that is for every `@triton.jit` function whose name ends in `_kernel`.
+    Each `triton_kernels.py` has `aot_configurations(capability)`, which yields what it launches on such a GPU, for
+    every kernel, that is for every `@triton.jit` function whose name ends in `_kernel`.
 
     Attributes:
         name: unique within the module; names the configuration in a failure.

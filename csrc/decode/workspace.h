@@ -11,7 +11,7 @@ namespace torch_sparse_mla {
 inline constexpr int64_t kHeadsPerTile = 16;
 inline constexpr int64_t kTokensPerWorkspaceTile = 64;
 inline constexpr int64_t kInvariantTokensPerSplit = 256;
-inline constexpr int64_t kTargetPrograms = 132;
+inline constexpr int64_t kMaxPrograms = 264;
 inline constexpr int64_t kInvariantProgramsPerLaunch = 1024;
 
 inline int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
@@ -19,7 +19,7 @@ inline int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 inline int64_t num_splits(int64_t rows, int64_t heads, int64_t topk, bool batch_invariant) {
   if (batch_invariant) return ceil_div(topk, kInvariantTokensPerSplit);
   const int64_t programs = std::max<int64_t>(rows * ceil_div(heads, kHeadsPerTile), 1);
-  return std::min(std::max<int64_t>(kTargetPrograms / programs, 1), ceil_div(topk, kTokensPerWorkspaceTile));
+  return std::min(std::max<int64_t>(kMaxPrograms / programs, 1), ceil_div(topk, kTokensPerWorkspaceTile));
 }
 
 inline int64_t rows_per_launch(int64_t rows, int64_t heads, int64_t topk, bool batch_invariant) {

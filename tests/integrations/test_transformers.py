@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch._dynamo.testing import CompileCounterWithBackend
 
-from torch_sparse_mla.integrations import transformers
+from torch_sparse_mla.integrations import tiny_models, transformers
 from torch_sparse_mla.integrations.paged_cache import TokenPages
 from torch_sparse_mla.integrations.transformers import Dcp, convert, fake_quantise, new_cache
 
@@ -86,13 +86,14 @@ def test_quantised_greedy_run_in_float32_parts_only_at_near_ties(name, layout):
     expected = torch.cat(run.logits)
     convert(model, layout)
     actual = forward(model, run.sequences[:, :-1], new_cache(model, 1, PROMPT + steps))[0, -steps:]
-    difference = float((actual - expected).abs().max())
+    difference = (actual - expected).abs().amax(-1)
     top = expected.topk(2).values
     decided = top[:, 0] - top[:, 1] > 10 * difference
     assert torch.equal(actual.argmax(-1)[decided], expected.argmax(-1)[decided])
-    # Otherwise the lines above would say nothing.
-    assert difference < 0.1
-    assert int(decided.sum()) > 0
+    # Without these two, the lines above would say nothing. The median, because a near tie among experts or selected
+    # tokens may turn single steps.
+    assert float(difference.median()) < 0.05
+    assert int(decided.sum()) >= steps // 2
 
 
 @pytest.mark.parametrize("name", ["glm_moe_dsa", "deepseek_v32", "glm5_next"])
@@ -154,13 +155,14 @@ def test_generate_matches_fake_quantised_transformers(name, layout, options):
 
 
 @pytest.mark.parametrize(("name", "layout"), [("deepseek_v32", "fp8_ds_mla"), ("glm5_next", "bf16_mla_nope")])
-def test_without_a_cache(name, layout):
-    model = convert(shared_model(name), layout, Dcp(world=2))
-    tokens, mask = padded_prompt()
+def test_without_a_cache(name, layout, device):
+    model = convert(tiny_models.build(name, device=device), layout, Dcp(world=2))
+    tokens, mask = (values.to(device) for values in padded_prompt())
     positions = left_padded_positions(tokens, mask)
     cached = forward(model, tokens, new_cache(model, 2, PROMPT), attention_mask=mask, position_ids=positions)
     uncached = model(tokens, use_cache=False, attention_mask=mask, position_ids=positions).logits
-    torch.testing.assert_close(uncached, cached, rtol=0, atol=1e-6)
+    # Pages lie elsewhere, in the same order of selection.
+    torch.testing.assert_close(uncached, cached, rtol=0, atol=1e-6 if device == "cpu" else 1e-3)
 
 
 @pytest.mark.parametrize(("name", "layout"), [("glm_moe_dsa", "bf16_mla"), ("glm5_next", "fp8_mla_nope")])
@@ -173,9 +175,10 @@ def test_long_prompt_runs_in_several_calls_of_the_operator(name, layout, monkeyp
 
 
 @pytest.mark.parametrize(("name", "layout"), [("glm_moe_dsa", "fp8_ds_mla"), ("glm5_next", "fp8_mla_nope")])
-def test_bfloat16_layers_are_as_close_to_float32_as_those_of_transformers(name, layout):
-    model = fake_quantise(shared_model(name, torch.bfloat16), layout)
-    calls = record_layer_calls(model, *padded_prompt(), steps=0)
+def test_bfloat16_layers_are_as_close_to_float32_as_those_of_transformers(name, layout, device):
+    model = fake_quantise(tiny_models.build(name, dtype=torch.bfloat16, device=device), layout)
+    tokens, mask = (values.to(device) for values in padded_prompt())
+    calls = record_layer_calls(model, tokens, mask, steps=0)
     exact = copy.deepcopy(model).float()
     convert(model, layout)
     for call in calls:
@@ -190,6 +193,17 @@ def as_float32(value: object) -> object:
     if isinstance(value, tuple):
         return tuple(as_float32(part) for part in value)
     return value.float() if isinstance(value, torch.Tensor) and value.is_floating_point() else value
+
+
+@pytest.mark.parametrize(("name", "layout"), [("glm_moe_dsa", "nvfp4_ds_mla"), ("glm5_next", "fp8_mla_nope")])
+def test_generate_runs_where_the_model_is(name, layout, device):
+    model = convert(tiny_models.build(name, dtype=torch.bfloat16, device=device), layout, Dcp(world=2))
+    tokens = prompt(2, PROMPT).to(device)
+    cache = new_cache(model, 4, PROMPT + 4)
+    beams = generate(model, tokens, cache, 4, num_beams=2)
+    assert beams.sequences.shape == (2, PROMPT + 4)
+    assert all(layer.records[0].device.type == device for layer in cache.layers if hasattr(layer, "records"))
+    assert all(bool(torch.isfinite(logits).all()) for logits in beams.logits)
 
 
 def test_decode_cost_does_not_depend_on_the_context(monkeypatch):
@@ -215,20 +229,35 @@ def test_decode_cost_does_not_depend_on_the_context(monkeypatch):
     assert expanded == []
 
 
-@pytest.mark.parametrize(("name", "layout"), [("glm_moe_dsa", "fp8_ds_mla"), ("glm5_next", "nvfp4_mla_nope")])
-def test_whole_decode_step_is_one_graph(name, layout):
-    model = convert(shared_model(name), layout, Dcp(world=2))
-    eager_cache, compiled_cache = (new_cache(model, 1, PROMPT + 4) for _ in range(2))
-    for cache in (eager_cache, compiled_cache):
+def test_whole_decode_step_is_one_graph():
+    model = convert(shared_model("glm_moe_dsa"), "fp8_ds_mla", Dcp(world=2))
+    caches = [new_cache(model, 1, PROMPT + 4) for _ in range(2)]
+    for cache in caches:
         forward(model, prompt(1, PROMPT), cache)
     torch._dynamo.reset()
     counter = CompileCounterWithBackend("aot_eager")
     compiled = torch.compile(forward, backend=counter, fullgraph=True)
+    pairs = ((forward, caches[0]), (compiled, caches[1]))
     for seed in range(4):
-        tokens = prompt(1, 1, seed)
-        torch.testing.assert_close(
-            compiled(model, tokens, compiled_cache), forward(model, tokens, eager_cache), rtol=0, atol=1e-5
-        )
+        expected, actual = (step(model, prompt(1, 1, seed), cache) for step, cache in pairs)
+        torch.testing.assert_close(actual, expected, rtol=0, atol=1e-5)
     # The first step assumes a fixed length; the second one compiles for any.
     assert counter.frame_count <= 2
-    assert compiled_cache.get_seq_length() == PROMPT + 4
+    assert caches[1].get_seq_length() == PROMPT + 4
+
+
+def test_glm5_next_attention_decode_step_is_one_graph():
+    model = convert(tiny_models.build("glm5_next"), "nvfp4_mla_nope")
+    caches = [new_cache(model, 1, PROMPT + 3) for _ in range(2)]
+    for cache in caches:
+        forward(model, prompt(1, PROMPT), cache)
+    expected = [forward(model, prompt(1, 1, seed), caches[0]) for seed in range(3)]
+    torch._dynamo.reset()
+    counter = CompileCounterWithBackend("aot_eager")
+    full, shared, *_ = attentions(model).values()
+    for attention in (full, shared):
+        attention.compile(backend=counter, fullgraph=True)
+    for seed in range(3):
+        actual = forward(model, prompt(1, 1, seed), caches[1])
+        torch.testing.assert_close(actual, expected[seed], rtol=0, atol=1e-5)
+    assert 2 <= counter.frame_count <= 4

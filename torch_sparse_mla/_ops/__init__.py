@@ -1,4 +1,4 @@
-"""The operator table and its registration with PyTorch. Importing this package registers `torch.ops.torch_sparse_mla`."""
+"""The operator table and its registration: importing this package registers `torch.ops.torch_sparse_mla`."""
 
 from .registration import explain, library, native_error, native_library
 from .table import NAMESPACE, OPS, SPLITTING_OPS, Op

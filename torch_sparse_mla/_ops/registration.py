@@ -15,8 +15,8 @@ def _define_namespace() -> torch.library.Library:
         return torch.library.Library(NAMESPACE, "DEF")
     except RuntimeError as error:
         raise ImportError(
-            f"torch_sparse_mla: the operator namespace '{NAMESPACE}' is registered already in this process, by an earlier "
-            "import or by a second copy of the package (this one is in "
+            f"torch_sparse_mla: the operator namespace '{NAMESPACE}' is registered already in this process, by an "
+            "earlier import or by a second copy of the package (this one is in "
             f"{Path(__file__).parents[1]}). Keep one copy on sys.path, and do not delete 'torch_sparse_mla' from "
             "sys.modules to import it again: start a new process"
         ) from error

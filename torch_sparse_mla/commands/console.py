@@ -14,7 +14,7 @@ except ImportError:
 
 # A pipe or a log file has no width of its own; rich would assume 80 columns and break every row.
 WIDTH_WITHOUT_TERMINAL = 140
-NEVER_WRAPPED = ("layout", "operator", "tokens")
+NEVER_WRAPPED = ("layout", "operator", "tokens", "tokens equal")
 
 
 def console() -> "Console":

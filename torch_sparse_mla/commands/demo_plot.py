@@ -20,6 +20,8 @@ def plot(runs: list[dict], path: Path, device: str) -> None:
     )
     for model, axis in zip(models, axes[0], strict=True):
         _draw_panel(axis, model, [run for run in runs if run["model"] == model])
+    times = [run[field] for run in runs for field in ("ms_per_token", "reference_ms_per_token")]
+    axes[0][0].set_ylim(min(times) / 3, max(times) * 2)
     axes[0][0].set_ylabel("time per token (ms)")
     figure.suptitle(f"One decode step, greedy, batch 1\n{device}", fontsize=10)
     figure.savefig(path, dpi=160, format="png")
@@ -44,5 +46,4 @@ def _draw_panel(axis, model: str, runs: list[dict]) -> None:
     axis.set_title(model)
     axis.set_xlabel("context (tokens)")
     axis.grid(True, which="major", alpha=0.3)
-    axis.set_ylim(bottom=min(run["ms_per_token"] for run in runs) / 3)
-    axis.legend(fontsize=7, loc="best")
+    axis.legend(fontsize=7, loc="lower left", ncols=2)

@@ -30,7 +30,7 @@ def sparse_ckv_decode(
         q: [rows, heads, 576] ([rows, heads, 512] for the nope layouts) bfloat16, float16 or float32; row stride free;
             heads 1..128. A row is a query token: several rows of one request are simply rows.
         cache: [pages, page_size, record_bytes] uint8; page stride free (a multiple of 16 bytes).
-        indices: [rows, K] int32 slots, row stride free, K 1..16384; -1 anywhere is absent; a repeated slot counts twice.
+        indices: [rows, K] int32 slots, row stride free, K 1..16384; -1 anywhere is absent; a repeated one counts twice.
         softmax_scale: factor of the scores, usually the head's own (unabsorbed) dimension ** -0.5.
         layout: a key of `torch_sparse_mla.LAYOUTS`.
         lengths: [rows] int32: only `indices[i, :lengths[i]]` counts; <= 0 is an empty row, > K means K. None: K.
@@ -44,13 +44,15 @@ def sparse_ckv_decode(
         `TORCH_SPARSE_MLA_CHECK=1`, raises and names the row).
     Capture: safe when out, lse and workspace are given; lengths, indices and records may change between replays.
     """
-    rows, num_heads = q.shape[0], q.shape[1]
+    # A wrong number of dimensions is for the operator to refuse, by name.
+    rows, num_heads = (*q.shape, 0, 0)[:2]
+    topk = indices.shape[-1] if indices.dim() else 1
     if out is None:
         out = torch.empty(rows, num_heads, LATENT_DIM, dtype=q.dtype, device=q.device)
     if lse is None:
         lse = torch.empty(rows, num_heads, dtype=compute_dtype(q.dtype), device=q.device)
     if workspace is None:
-        size = sparse_ckv_decode_workspace_bytes(rows, num_heads, indices.shape[-1], batch_invariant)
+        size = sparse_ckv_decode_workspace_bytes(rows, num_heads, topk, batch_invariant)
         workspace = torch.empty(size, dtype=torch.uint8, device=q.device)
     torch.ops.torch_sparse_mla.sparse_ckv_decode(
         q, cache, indices, lengths, sink, out, lse, workspace, softmax_scale, layout, batch_invariant

@@ -27,15 +27,15 @@ MAX_TOPK = 16_384
 HEADS_PER_TILE = 16
 TOKENS_PER_TILE = 64
 INVARIANT_TOKENS_PER_SPLIT = 256
-# Programs that keep the GPUs of interest busy. A constant, not the device's multiprocessor count: sizes stay pure
-# functions of the arguments, and results do not change from one GPU to another.
-TARGET_PROGRAMS = 132
+# At most this many programs, two for each multiprocessor of an H200. A constant, not the device's own count: sizes stay
+# pure functions of the arguments, and results do not change from one GPU to another of its kind.
+MAX_PROGRAMS = 264
 # With a fixed split size, rows are launched in groups of at most this many programs: the partial results of one group
 # fit in 34 MB whatever the number of rows.
 INVARIANT_PROGRAMS_PER_LAUNCH = 1024
 
 
-def num_splits(rows: int, num_heads: int, topk: int, batch_invariant: bool) -> int:
+def num_splits(rows: int, num_heads: int, topk: int, batch_invariant: bool, target_programs: int = MAX_PROGRAMS) -> int:
     """Parts in which each row's list is attended to, a function of static sizes alone.
 
     Where a part begins and ends is worked out on the device from the row's live length.
@@ -44,7 +44,7 @@ def num_splits(rows: int, num_heads: int, topk: int, batch_invariant: bool) -> i
         return _ceil_div(topk, INVARIANT_TOKENS_PER_SPLIT)
     tiles = _ceil_div(topk, TOKENS_PER_TILE)
     programs = max(rows * _ceil_div(num_heads, HEADS_PER_TILE), 1)
-    return min(max(TARGET_PROGRAMS // programs, 1), tiles)
+    return min(max(target_programs // programs, 1), tiles)
 
 
 def rows_per_launch(rows: int, num_heads: int, topk: int, batch_invariant: bool) -> int:

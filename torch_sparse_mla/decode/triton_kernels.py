@@ -1,16 +1,18 @@
 """Sparse CKV decode and partial merge as Triton kernels: the portable CUDA form, sm_80 and newer.
 
 One program attends with one tile of heads to one part of one row's list. Its record tile is loaded in four chunks of
-128 latents, each twice: as keys, then from the L1 cache as values (holding it in registers would spill).
+128 latents. Each is used twice: as keys, then as values, held in registers or loaded again from the L1 cache.
 
 Codes stay unscaled through both matrix products: float16 holds e4m3 codes and e2m1 x e4m3 products exactly, bf16 holds
 bf16 latents. A scale that belongs to a whole (token, chunk) multiplies scores before the softmax and weights after it,
-in float32. What meets float16 codes is first divided by a power of two, so that any magnitude of queries and scales fits.
-float16 and float32 queries keep their precision through pairs of tf32 operands, with any codes.
+in float32. What meets float16 codes is first divided by a power of two, so that queries and scales of any magnitude
+fit. float16 and float32 queries keep their precision through pairs of tf32 operands, with any codes.
 
 Where a part of a list begins is worked out here from the row's live length, so that a captured launch stays right when
 lengths change. A row's parts are merged by a second kernel, which is also the operator `merge_partial_attention`.
 """
+
+from typing import NamedTuple
 
 import torch
 import triton
@@ -47,29 +49,19 @@ def sparse_ckv_decode(
     if rows == 0:
         return
     topk = indices.shape[1]
-    splits = contract.num_splits(rows, num_heads, topk, batch_invariant)
+    tile = attend_tile(record_layout, q.dtype, capability_of(cache.device), _is_large(rows, num_heads, batch_invariant))
+    splits = contract.num_splits(rows, num_heads, topk, batch_invariant, tile.programs)
+    arguments = (softmax_scale, record_layout, tile, splits, batch_invariant)
     with on_device(q):
         if splits == 1:
-            _attend(q, cache, indices, lengths, sink, out, lse, softmax_scale, record_layout, 1, batch_invariant)
+            _attend(q, cache, indices, lengths, sink, out, lse, *arguments)
             return
         step = contract.rows_per_launch(rows, num_heads, topk, batch_invariant)
         for first in range(0, rows, step):
             part = slice(first, min(first + step, rows))
             partial_out, partial_lse = _partial_views(workspace, splits, part.stop - first, num_heads)
             part_lengths = None if lengths is None else lengths[part]
-            _attend(
-                q[part],
-                cache,
-                indices[part],
-                part_lengths,
-                None,
-                partial_out,
-                partial_lse,
-                softmax_scale,
-                record_layout,
-                splits,
-                batch_invariant,
-            )
+            _attend(q[part], cache, indices[part], part_lengths, None, partial_out, partial_lse, *arguments)
             _merge(partial_out, partial_lse, sink, out[part], lse[part])
 
 
@@ -97,7 +89,52 @@ def _partial_views(
     )
 
 
-def _attend(q, cache, indices, lengths, sink, out, lse, softmax_scale, layout, splits, batch_invariant) -> None:
+class Tile(NamedTuple):
+    """How a program attends.
+
+    Attributes:
+        tokens: records in a tile.
+        num_warps, num_stages: Triton's launch options.
+        programs: how many programs to split the rows into.
+        reload: read a record tile twice, rather than hold it in registers between its two uses.
+    """
+
+    tokens: int
+    num_warps: int
+    num_stages: int
+    programs: int
+    reload: bool = True
+
+
+def attend_tile(layout: RecordLayout, q_dtype: torch.dtype, capability: int, large: bool) -> Tile:
+    """The tile for a layout, query type and GPU: the fastest measured on sm_90, elsewhere the largest without spills.
+
+    `large` calls keep every multiprocessor busy with two small programs; small ones finish sooner as one wide program.
+    """
+    if q_dtype != torch.bfloat16:
+        return Tile(tokens=32, num_warps=8, num_stages=1, programs=132)
+    datacenter = capability == 80 or 90 <= capability < 120
+    if layout.latent == "bf16":
+        # Three stages take 159 KB of shared memory.
+        return Tile(tokens=32, num_warps=4, num_stages=3 if datacenter else 2, programs=132)
+    if layout.latent == "e4m3" and capability // 10 == 9:
+        if large:
+            return Tile(tokens=32, num_warps=4, num_stages=3, programs=264)
+        return Tile(tokens=64, num_warps=8, num_stages=1, programs=132, reload=False)
+    num_stages = 2 if layout.latent == "e4m3" and 100 <= capability < 120 else 1
+    return Tile(tokens=64 if _has_native_e4m3(capability) else 32, num_warps=8, num_stages=num_stages, programs=132)
+
+
+def _has_native_e4m3(capability: int) -> bool:
+    """sm_89 converts e4m3 too, but Triton 3.6 goes on from there by an instruction of sm_90."""
+    return capability >= 90
+
+
+def _is_large(rows: int, num_heads: int, batch_invariant: bool) -> bool:
+    return batch_invariant or rows * triton.cdiv(num_heads, contract.HEADS_PER_TILE) >= 16
+
+
+def _attend(q, cache, indices, lengths, sink, out, lse, softmax_scale, layout, tile, splits, batch_invariant) -> None:
     rows, num_heads, _ = q.shape
     _sparse_ckv_decode_kernel[(rows, splits, triton.cdiv(num_heads, contract.HEADS_PER_TILE))](
         q,
@@ -112,33 +149,27 @@ def _attend(q, cache, indices, lengths, sink, out, lse, softmax_scale, layout, s
         indices.shape[1],
         cache.shape[0] * cache.shape[1],
         cache.shape[1],
-        cache.stride(0) // ALIGNMENT_BYTES if cache.shape[0] > 1 else 0,
+        cache.stride(0) // ALIGNMENT_BYTES,
         q.stride(0),
         indices.stride(0),
-        **attend_configuration(layout, q.dtype, batch_invariant, capability_of(cache.device)),
+        **_attend_constants(layout, q.dtype, tile, batch_invariant, capability_of(cache.device)),
+        num_warps=tile.num_warps,
+        num_stages=tile.num_stages,
     )
 
 
-def attend_configuration(
-    layout: RecordLayout, q_dtype: torch.dtype, batch_invariant: bool, capability: int
+def _attend_constants(
+    layout: RecordLayout, q_dtype: torch.dtype, tile: Tile, batch_invariant: bool, capability: int
 ) -> dict[str, object]:
-    """Compile-time arguments: a function of layout, query type and GPU, never of the number of rows."""
     exact = tl.bfloat16 if layout.latent == "bf16" else tl.float16
-    # sm_89 converts e4m3 too, but Triton 3.6 goes on from there by an instruction of sm_90.
-    native_e4m3 = capability >= 90
-    # Larger tiles spill registers where operands are float32, or codes are unpacked by integer arithmetic.
-    large = q_dtype == torch.bfloat16 and (layout.latent == "bf16" or (layout.latent == "e4m3" and native_e4m3))
-    # Loads of the next tile under this one's arithmetic: where shared memory and registers allow it.
-    pipelined = large and layout.latent == "e4m3" and 90 <= capability < 120
     return {
         "LAYOUT": layout,
         "DOT": exact if q_dtype == torch.bfloat16 else tl.float32,
-        "NATIVE_E4M3": native_e4m3,
+        "NATIVE_E4M3": _has_native_e4m3(capability),
         "INVARIANT_TOKENS": contract.INVARIANT_TOKENS_PER_SPLIT if batch_invariant else 0,
         "HEADS": contract.HEADS_PER_TILE,
-        "TOKENS": contract.TOKENS_PER_TILE if large else 32,
-        "num_warps": 8,
-        "num_stages": 2 if pipelined else 1,
+        "TOKENS": tile.tokens,
+        "RELOAD": tile.reload,
     }
 
 
@@ -160,12 +191,18 @@ def _merge(partial_out, partial_lse, sink, out, lse) -> None:
 
 
 def aot_configurations(capability: int) -> AotConfigurations:
-    """Every layout: partial and final results of bf16 queries, partial ones of float32; fixed splits; every merge type."""
-    variants = (("bf16", "fp32", None, False), ("bf16", "bf16", "*fp32", False), ("fp32", "fp32", None, False))
+    """Every layout, query type and tile, for partial and final results; fixed splits once; every merge type."""
     for layout in LAYOUTS.values():
-        for variant in variants:
-            yield _attend_aot_configuration(layout, *variant, capability)
-    yield _attend_aot_configuration(LAYOUTS["fp8_ds_mla"], "bf16", "fp32", None, True, capability)
+        for q_type, q_dtype, out_type, sink in (
+            ("bf16", torch.bfloat16, "fp32", None),
+            ("bf16", torch.bfloat16, "bf16", "*fp32"),
+            ("fp32", torch.float32, "fp32", None),
+        ):
+            for tile in {attend_tile(layout, q_dtype, capability, large) for large in (False, True)}:
+                yield _attend_aot(layout, q_type, q_dtype, out_type, sink, tile, False, capability)
+    layout = LAYOUTS["fp8_ds_mla"]
+    tile = attend_tile(layout, torch.bfloat16, capability, True)
+    yield _attend_aot(layout, "bf16", torch.bfloat16, "fp32", None, tile, True, capability)
     for partial_type, out_type in (("fp32", "bf16"), ("fp32", "fp32"), ("bf16", "bf16"), ("fp16", "fp16")):
         signature = {"partial_out": f"*{partial_type}:16", "partial_lse": "*fp32", "sink": "*fp32"}
         signature |= {"out": f"*{out_type}:16", "lse": "*fp32"}
@@ -175,18 +212,14 @@ def aot_configurations(capability: int) -> AotConfigurations:
         yield AotConfiguration(name, _merge_partial_attention_kernel, signature, constants, {"num_warps": 4})
 
 
-def _attend_aot_configuration(
-    layout: RecordLayout, q_type: str, out_type: str, sink: str | None, invariant: bool, capability: int
-) -> AotConfiguration:
+def _attend_aot(layout, q_type, q_dtype, out_type, sink, tile, invariant, capability) -> AotConfiguration:
     signature = {"q": f"*{q_type}:16", "cache": "*u8:16", "indices": "*i32", "lengths": "*i32"}
     signature |= {"out": f"*{out_type}:16", "lse": "*fp32", "softmax_scale": "fp32"} | ({"sink": sink} if sink else {})
     signature |= {"num_heads": "i32", "topk": "i32", "num_slots": "i64", "page_size": "i32"}
     signature |= {"page_stride_16": "i64", "q_row_stride": "i32:16", "indices_row_stride": "i64"}
-    q_dtype = torch.bfloat16 if q_type == "bf16" else torch.float32
-    constants = attend_configuration(layout, q_dtype, invariant, capability)
-    options = {name: constants.pop(name) for name in ("num_warps", "num_stages")}
-    constants |= {} if sink else {"sink": None}
-    name = f"attend-{layout.name}-{q_type}-{out_type}{'-invariant' if invariant else ''}"
+    constants = _attend_constants(layout, q_dtype, tile, invariant, capability) | ({} if sink else {"sink": None})
+    name = f"attend-{layout.name}-{q_type}-{out_type}-{tile.tokens}{'-invariant' if invariant else ''}"
+    options = {"num_warps": tile.num_warps, "num_stages": tile.num_stages}
     return AotConfiguration(name, _sparse_ckv_decode_kernel, signature, constants, options)
 
 
@@ -217,6 +250,7 @@ def _sparse_ckv_decode_kernel(
     INVARIANT_TOKENS: tl.constexpr,
     HEADS: tl.constexpr,
     TOKENS: tl.constexpr,
+    RELOAD: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
     split = tl.program_id(1)
@@ -288,10 +322,12 @@ def _sparse_ckv_decode_kernel(
             unit, factor = _unit(tl.max(weights * _largest_scale(records, valid, LAYOUT)[None, :], 1))
         else:
             unit, factor = maximum, maximum
-        acc0 = _add_values(acc0, decay, weights, unit, factor, records, valid, 0, LAYOUT, DOT, NATIVE_E4M3)
-        acc1 = _add_values(acc1, decay, weights, unit, factor, records, valid, 1, LAYOUT, DOT, NATIVE_E4M3)
-        acc2 = _add_values(acc2, decay, weights, unit, factor, records, valid, 2, LAYOUT, DOT, NATIVE_E4M3)
-        acc3 = _add_values(acc3, decay, weights, unit, factor, records, valid, 3, LAYOUT, DOT, NATIVE_E4M3)
+        # A second load needs another eviction policy than the keys', or the compiler merges the two.
+        VALUES: tl.constexpr = "evict_first" if RELOAD else "evict_last"
+        acc0 = _add_values(acc0, decay, weights, unit, factor, records, valid, 0, LAYOUT, DOT, NATIVE_E4M3, VALUES)
+        acc1 = _add_values(acc1, decay, weights, unit, factor, records, valid, 1, LAYOUT, DOT, NATIVE_E4M3, VALUES)
+        acc2 = _add_values(acc2, decay, weights, unit, factor, records, valid, 2, LAYOUT, DOT, NATIVE_E4M3, VALUES)
+        acc3 = _add_values(acc3, decay, weights, unit, factor, records, valid, 3, LAYOUT, DOT, NATIVE_E4M3, VALUES)
 
     empty = total == 0.0
     row_lse = tl.where(empty, float("-inf"), (maximum + tl.log2(total)) / LOG2_E)
@@ -343,9 +379,9 @@ def _add_values(
     LAYOUT: tl.constexpr,
     DOT: tl.constexpr,
     NATIVE: tl.constexpr,
+    EVICTION: tl.constexpr,
 ):
-    # Another eviction policy than the keys', or the compiler would merge the two loads and hold the tile in registers.
-    values = _load_chunk(records, valid, index, LAYOUT, DOT, NATIVE, "evict_first")
+    values = _load_chunk(records, valid, index, LAYOUT, DOT, NATIVE, EVICTION)
     scaled = weights * _chunk_scale(records, valid, index, LAYOUT)[None, :]
     if DOT == tl.float16:
         product = _dot((scaled * factor[:, None]).to(DOT), values) * unit[:, None]
@@ -386,7 +422,7 @@ def _largest_scale(records, valid, LAYOUT: tl.constexpr):
 
 @triton.jit
 def _dot(left, codes):
-    """left @ codes. Float32 `left` is split in two, since tf32 holds the codes of every layout exactly but not `left`."""
+    """left @ codes. Float32 `left` is split in two: tf32 holds the codes of every layout exactly, but not `left`."""
     if left.dtype == tl.float32:
         high = (left.to(tl.int32, bitcast=True) & -8192).to(tl.float32, bitcast=True)
         low = tl.dot(left - high, codes, input_precision="tf32")

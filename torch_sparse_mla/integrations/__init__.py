@@ -1,4 +1,5 @@
-"""Clients of the operators: `transformers` (serve a Hugging Face model) and `tiny_models` (small models to try it on).
+"""Clients of the operators: `transformers` serves Hugging Face models, `tiny_models` builds small ones to try it on.
 
-Neither is imported with the package: Transformers 5.17 or newer is an optional dependency.
+Nothing here is imported with the package: Transformers 5.17 or newer is an optional dependency.
+Reading order: tiny_models (which models), paged_cache (where tokens lie), transformers (attention; what users call).
 """

@@ -236,8 +236,12 @@ def _applied_to_identity(module: nn.Module) -> torch.Tensor:
         norm = module.kv_a_layernorm.weight
         with torch.no_grad():
             identity = torch.eye(LATENT_DIM, dtype=norm.dtype, device=norm.device)
-            zero = module.kv_b_proj(torch.zeros_like(identity[:1]))
-            module.absorbed = (state, (module.kv_b_proj(identity) - zero).T.contiguous())
+            if bool(module.kv_b_proj(torch.zeros_like(identity[:1])).any()):
+                raise ValueError(
+                    "torch_sparse_mla.integrations.transformers: kv_b_proj: got a projection with a bias; allowed: a "
+                    "linear map without one, which attention over latents can absorb"
+                )
+            module.absorbed = (state, module.kv_b_proj(identity).T.contiguous())
     return module.absorbed[1]
 
 
@@ -310,7 +314,6 @@ class FakeQuantisedGlm5NextTextAttention(_FakeQuantisedAttention, Glm5NextTextAt
     pass
 
 
-_ATTENTIONS = (GlmMoeDsaAttention, DeepseekV32Attention, Glm5NextTextAttention)
 _BACKBONES = (GlmMoeDsaModel, DeepseekV32Model, Glm5NextTextModel)
 _SPARSE = {
     GlmMoeDsaAttention: SparseGlmMoeDsaAttention,
@@ -323,6 +326,7 @@ _FAKE_QUANTISED = {
     Glm5NextTextAttention: FakeQuantisedGlm5NextTextAttention,
 }
 _ORIGINAL = {swapped: original for table in (_SPARSE, _FAKE_QUANTISED) for original, swapped in table.items()}
+_ATTENTIONS = (*_SPARSE, *_ORIGINAL)
 
 ALL_ATTENTION_FUNCTIONS.register(IMPLEMENTATION, sparse_attention)
 # Without a mask function of this name, Transformers would build no mask at all.
@@ -330,15 +334,15 @@ ALL_MASK_ATTENTION_FUNCTIONS.register(IMPLEMENTATION, sdpa_mask)
 
 
 def _modules(model: nn.Module, kinds: tuple[type, ...]) -> Iterator[nn.Module]:
-    return (module for module in model.modules() if isinstance(module, kinds))
+    return (module for module in model.modules() if type(module) in kinds)
 
 
 def _check_model(function: str, model: PreTrainedModel, layout: str) -> None:
     where = f"torch_sparse_mla.integrations.transformers.{function}"
     attentions = list(_modules(model, _ATTENTIONS))
-    if not attentions:
-        names = ", ".join(attention.__name__.removesuffix("Attention") for attention in _ATTENTIONS)
-        raise ValueError(f"{where}: model: got {type(model).__name__}; allowed: a model with {names} layers")
+    if not attentions or not any(_modules(model, _BACKBONES)):
+        names = ", ".join(backbone.__name__ for backbone in _BACKBONES)
+        raise ValueError(f"{where}: model: got {type(model).__name__}; allowed: {names}, or a model that holds one")
     fitting = layouts_for(model)
     if layout not in fitting:
         rope = attentions[0].qk_rope_head_dim
@@ -361,8 +365,10 @@ def _converted(function: str, model: PreTrainedModel) -> list[nn.Module]:
 def _check_forward(backbone: nn.Module, args: tuple, kwargs: dict) -> None:
     """Refuse, before any layer changes its state, a forward that the layers could not run as asked."""
     where = "torch_sparse_mla.integrations.transformers"
-    inputs = next(x for x in (*args[:1], kwargs.get("input_ids"), kwargs.get("inputs_embeds")) if x is not None)
-    batch, count = inputs.shape[:2]
+    inputs = [x for x in (*args[:1], kwargs.get("input_ids"), kwargs.get("inputs_embeds")) if x is not None]
+    if not inputs:
+        return
+    batch, count = inputs[0].shape[:2]
     _check_padding(kwargs.get("attention_mask"), count)
     # Transformers 5.17 says past_key_values.
     cache = kwargs.get("cache") if kwargs.get("cache") is not None else kwargs.get("past_key_values")

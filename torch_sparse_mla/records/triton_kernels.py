@@ -67,7 +67,7 @@ def read_ckv_records(cache: torch.Tensor, slots: torch.Tensor, out: torch.Tensor
 
 
 def aot_configurations(capability: int) -> AotConfigurations:
-    """The same on every GPU: every layout with bf16 values and int64 slots; the other dtypes on one layout of each kind."""
+    """On any GPU: every layout with bf16 values and int64 slots; the other dtypes on one layout of each kind."""
     geometry = {"page_stride_16": "i64", "page_size": "i64", "num_slots": "i64"}
     options = {"num_warps": NUM_WARPS}
     for layout in LAYOUTS.values():
