@@ -1,7 +1,12 @@
 """PyTorch operators for sparse multi-head latent attention (MLA). Importing registers `torch.ops.torch_sparse_mla`."""
 
 from ._ops import SPLITTING_OPS, explain
-from .decode.api import merge_partial_attention, sparse_ckv_decode, sparse_ckv_decode_workspace_bytes
+from .decode.api import (
+    merge_partial_attention,
+    sparse_ckv_decode,
+    sparse_ckv_decode_workspace_bytes,
+    warmup_sparse_ckv_decode,
+)
 from .records import LAYOUTS, RecordLayout, dequantise_records, quantise_records
 from .records.api import read_ckv_records, write_ckv_records
 
@@ -18,5 +23,6 @@ __all__ = [
     "read_ckv_records",
     "sparse_ckv_decode",
     "sparse_ckv_decode_workspace_bytes",
+    "warmup_sparse_ckv_decode",
     "write_ckv_records",
 ]
