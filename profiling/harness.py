@@ -9,10 +9,10 @@ import torch
 from torch_sparse_mla import explain
 
 from . import results
-from .shapes import DecodeShape, RecordShape
+from .shapes import DecodeShape, PlanShape, RecordShape
 from .timing import Contender, Timing, copy_tb_per_s, host_call_us, time_contenders, warm_up
 
-Shape = DecodeShape | RecordShape
+Shape = DecodeShape | RecordShape | PlanShape
 NOT_MEASURED = "available, not measured"
 
 
@@ -119,8 +119,8 @@ class Session:
 
 
 def _describe(fields: dict) -> str:
-    shape = [fields["layout"], fields.get("op")]
-    shape += [f"{fields[key]} {key}" for key in ("rows", "tokens", "heads", "topk") if key in fields]
+    shape = [fields.get("layout"), fields.get("op")]
+    shape += [f"{fields[key]} {key}" for key in ("rows", "tokens", "heads", "topk", "world") if key in fields]
     if fields.get("rows_per_request", 1) > 1:
         shape.append(f"({fields['rows_per_request']} rows a request)")
     return " ".join(part for part in shape if part)

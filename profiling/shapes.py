@@ -19,6 +19,8 @@ MTP_REQUESTS = (1, 8, 16)
 # "about 3,000" that the exchange is designed for.
 MTP_POOL = 1.5
 RECORD_TOKENS = (1, 64, 4096, 65536)
+PLAN_ROWS = (4, 16, 32)
+PLAN_WORLDS = (1, 4, 8)
 # Slot index of one token in a list (int32), and slot of one token in a write (int64).
 INDEX_BYTES = 4
 SLOT_BYTES = 8
@@ -100,6 +102,38 @@ class RecordShape:
         return {"op": self.op, "tokens": self.tokens, "layout": self.layout}
 
 
+@dataclass(frozen=True)
+class PlanShape:
+    """One `plan_selection` call: the lists of `rows` query tokens, `rows_per_request` of them from each request."""
+
+    rows: int
+    topk: int
+    world: int
+    rows_per_request: int = MTP_ROWS_PER_REQUEST
+
+    @property
+    def requests(self) -> int:
+        return self.rows // self.rows_per_request
+
+    @property
+    def request_pool(self) -> int:
+        """Positions that the rows of one request choose from."""
+        return round(MTP_POOL * self.topk) if self.rows_per_request > 1 else self.topk
+
+    @property
+    def bytes(self) -> int:
+        """Fewest bytes through memory: every list read once, `remap` and `owned_slots` written once."""
+        return 3 * self.rows * self.topk * INDEX_BYTES
+
+    @property
+    def flops(self) -> int:
+        """Integers only: not counted."""
+        return 0
+
+    def fields(self) -> dict:
+        return {"rows": self.rows, "topk": self.topk, "world": self.world, "rows_per_request": self.rows_per_request}
+
+
 def decode_grid(device_type: str, quick: bool) -> list[DecodeShape]:
     """The default shapes of a device, those of one layout together."""
     if device_type == "cpu":
@@ -129,3 +163,9 @@ def record_grid(device_type: str, quick: bool) -> list[RecordShape]:
         RecordShape(op, t, layout)
         for layout, op, t in product(layouts, ("write_ckv_records", "read_ckv_records"), tokens)
     ]
+
+
+def plan_grid(device_type: str, quick: bool) -> list[PlanShape]:
+    rows = PLAN_ROWS[:1] if quick else PLAN_ROWS
+    worlds = (4,) if quick or device_type == "cpu" else PLAN_WORLDS
+    return [PlanShape(r, MAIN_TOPK, world) for world, r in product(worlds, rows)]
