@@ -17,8 +17,9 @@ cxx_sources := $(shell find csrc -type f \( -name '*.h' -o -name '*.cuh' -o -nam
 
 .PHONY: demo test lint format bench report setup doctor clean help
 
+# Threads that wait asleep: where anything else runs on the machine, spinning ones multiply every time measured.
 demo: .venv/.package  ## three tiny models: Transformers alone and through the operators, side by side
-	$(python) -m torch_sparse_mla demo $(DEMO_ARGS)
+	OMP_WAIT_POLICY=$${OMP_WAIT_POLICY:-passive} $(python) -m torch_sparse_mla demo $(DEMO_ARGS)
 
 # One thread for each test process: two that share two cores with two threads each wait for one another.
 test: .venv/.package  ## every test; those that need a GPU skip themselves where there is none
