@@ -169,3 +169,51 @@ def plan_grid(device_type: str, quick: bool) -> list[PlanShape]:
     rows = PLAN_ROWS[:1] if quick else PLAN_ROWS
     worlds = (4,) if quick or device_type == "cpu" else PLAN_WORLDS
     return [PlanShape(r, MAIN_TOPK, world) for world, r in product(worlds, rows)]
+
+
+@dataclass(frozen=True)
+class ExchangeShape:
+    """One exchange of `layers` layers among `world` ranks: what `rows` query tokens selected, four of each request."""
+
+    rows: int
+    topk: int
+    record_bytes: int
+    world: int
+    layers: int
+
+    @property
+    def plan(self) -> PlanShape:
+        return PlanShape(self.rows, self.topk, self.world)
+
+    @property
+    def union(self) -> int:
+        """Records that all requests selected, where the rows of a request choose from one pool."""
+        return self.plan.requests * self.plan.request_pool
+
+    @property
+    def bytes(self) -> int:
+        """Fewest bytes through memory for all ranks: every rank's workspace read from somewhere and written once."""
+        return 2 * self.world * self.layers * self.union * self.record_bytes
+
+    @property
+    def flops(self) -> int:
+        return 0
+
+    def fields(self) -> dict:
+        return {
+            "rows": self.rows,
+            "topk": self.topk,
+            "record_bytes": self.record_bytes,
+            "world": self.world,
+            "layers": self.layers,
+            "rows_per_request": self.plan.rows_per_request,
+        }
+
+
+EXCHANGE_RECORD_BYTES = (368, 432, 656)
+EXCHANGE_LAYERS = (1, 3)
+
+
+def exchange_grid(quick: bool) -> list[ExchangeShape]:
+    rows, widths = ((4,), (656,)) if quick else (PLAN_ROWS, EXCHANGE_RECORD_BYTES)
+    return [ExchangeShape(r, MAIN_TOPK, w, 4, n) for r, w, n in product(rows, widths, EXCHANGE_LAYERS)]

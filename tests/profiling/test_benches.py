@@ -8,7 +8,17 @@ from pathlib import Path
 import pytest
 import torch
 
-from profiling import bench_plan_selection, bench_records, bench_sparse_ckv_decode, harness, inputs, results, timing
+from profiling import (
+    bench_ce_exchange,
+    bench_plan_selection,
+    bench_records,
+    bench_sparse_ckv_decode,
+    harness,
+    inputs,
+    results,
+    shapes,
+    timing,
+)
 from torch_sparse_mla import explain
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -154,3 +164,24 @@ def test_plan_selection_benchmark_refuses_rows_that_are_no_requests(capsys):
     with pytest.raises(SystemExit):
         bench_plan_selection.main(["--device", "cpu", "--rows", "6"])
     assert "got [6]; allowed: multiples of 4" in capsys.readouterr().err
+
+
+def test_ce_exchange_benchmark_sees_a_wrong_byte():
+    shape = shapes.ExchangeShape(rows=8, topk=20, record_bytes=37, world=3, layers=2)
+    world = bench_ce_exchange._World(shape, torch.device("cpu"), torch.Generator().manual_seed(0))
+    for contender in world.contenders():
+        contender.poison()
+        assert contender.error() == 1.0
+        for index_set in range(bench_ce_exchange.NUM_SETS):
+            contender.call(index_set)
+        assert contender.error() == 0.0
+        last_place = int(world.selection.counts(world.plans[0][-1])[-1]) - 1 + world.selection.capacity_per_request
+        world.workspaces[2][1][last_place, 36] ^= 1
+        assert contender.error() == 1.0
+    world.close()
+
+
+def test_ce_exchange_benchmark_refuses_the_cpu(capsys):
+    with pytest.raises(SystemExit):
+        bench_ce_exchange.main(["--device", "cpu"])
+    assert "argument --device: got 'cpu'; allowed: cuda" in capsys.readouterr().err
