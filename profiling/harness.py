@@ -9,11 +9,13 @@ import torch
 from torch_sparse_mla import explain
 
 from . import results
-from .shapes import DecodeShape, RecordShape
+from .shapes import DecodeShape, ExchangeShape, PlanShape, RecordShape
 from .timing import Contender, Timing, copy_tb_per_s, host_call_us, time_contenders, warm_up
 
-Shape = DecodeShape | RecordShape
+Shape = DecodeShape | RecordShape | PlanShape | ExchangeShape
 NOT_MEASURED = "available, not measured"
+# Fields that a line of the printed table names, with their values.
+SIZES = ("rows", "tokens", "heads", "topk", "record_bytes", "layers", "world")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -119,8 +121,12 @@ class Session:
 
 
 def _describe(fields: dict) -> str:
-    shape = [fields["layout"], fields.get("op")]
-    shape += [f"{fields[key]} {key}" for key in ("rows", "tokens", "heads", "topk") if key in fields]
+    shape = [fields.get("layout"), fields.get("op")]
+    shape += [
+        f"{fields[key]} {key}"
+        for key in ("rows", "tokens", "heads", "topk", "record_bytes", "layers", "world")
+        if key in fields
+    ]
     if fields.get("rows_per_request", 1) > 1:
         shape.append(f"({fields['rows_per_request']} rows a request)")
     return " ".join(part for part in shape if part)

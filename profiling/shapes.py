@@ -19,6 +19,8 @@ MTP_REQUESTS = (1, 8, 16)
 # "about 3,000" that the exchange is designed for.
 MTP_POOL = 1.5
 RECORD_TOKENS = (1, 64, 4096, 65536)
+PLAN_ROWS = (4, 16, 32)
+PLAN_WORLDS = (1, 4, 8)
 # Slot index of one token in a list (int32), and slot of one token in a write (int64).
 INDEX_BYTES = 4
 SLOT_BYTES = 8
@@ -100,6 +102,38 @@ class RecordShape:
         return {"op": self.op, "tokens": self.tokens, "layout": self.layout}
 
 
+@dataclass(frozen=True)
+class PlanShape:
+    """One `plan_selection` call: the lists of `rows` query tokens, `rows_per_request` of them from each request."""
+
+    rows: int
+    topk: int
+    world: int
+    rows_per_request: int = MTP_ROWS_PER_REQUEST
+
+    @property
+    def requests(self) -> int:
+        return self.rows // self.rows_per_request
+
+    @property
+    def request_pool(self) -> int:
+        """Positions that the rows of one request choose from."""
+        return round(MTP_POOL * self.topk) if self.rows_per_request > 1 else self.topk
+
+    @property
+    def bytes(self) -> int:
+        """Fewest bytes through memory: every list read once, `remap` and `owned_slots` written once."""
+        return 3 * self.rows * self.topk * INDEX_BYTES
+
+    @property
+    def flops(self) -> int:
+        """Integers only: not counted."""
+        return 0
+
+    def fields(self) -> dict:
+        return {"rows": self.rows, "topk": self.topk, "world": self.world, "rows_per_request": self.rows_per_request}
+
+
 def decode_grid(device_type: str, quick: bool) -> list[DecodeShape]:
     """The default shapes of a device, those of one layout together."""
     if device_type == "cpu":
@@ -129,3 +163,57 @@ def record_grid(device_type: str, quick: bool) -> list[RecordShape]:
         RecordShape(op, t, layout)
         for layout, op, t in product(layouts, ("write_ckv_records", "read_ckv_records"), tokens)
     ]
+
+
+def plan_grid(device_type: str, quick: bool) -> list[PlanShape]:
+    rows = PLAN_ROWS[:1] if quick else PLAN_ROWS
+    worlds = (4,) if quick or device_type == "cpu" else PLAN_WORLDS
+    return [PlanShape(r, MAIN_TOPK, world) for world, r in product(worlds, rows)]
+
+
+@dataclass(frozen=True)
+class ExchangeShape:
+    """One exchange of `layers` layers among `world` ranks: what `rows` query tokens selected, four of each request."""
+
+    rows: int
+    topk: int
+    record_bytes: int
+    world: int
+    layers: int
+
+    @property
+    def plan(self) -> PlanShape:
+        return PlanShape(self.rows, self.topk, self.world)
+
+    @property
+    def union(self) -> int:
+        """Records that all requests selected, where the rows of a request choose from one pool."""
+        return self.plan.requests * self.plan.request_pool
+
+    @property
+    def bytes(self) -> int:
+        """Fewest bytes through memory for all ranks: every rank's workspace read from somewhere and written once."""
+        return 2 * self.world * self.layers * self.union * self.record_bytes
+
+    @property
+    def flops(self) -> int:
+        return 0
+
+    def fields(self) -> dict:
+        return {
+            "rows": self.rows,
+            "topk": self.topk,
+            "record_bytes": self.record_bytes,
+            "world": self.world,
+            "layers": self.layers,
+            "rows_per_request": self.plan.rows_per_request,
+        }
+
+
+EXCHANGE_RECORD_BYTES = (368, 432, 656)
+EXCHANGE_LAYERS = (1, 3)
+
+
+def exchange_grid(quick: bool) -> list[ExchangeShape]:
+    rows, widths = ((4,), (656,)) if quick else (PLAN_ROWS, EXCHANGE_RECORD_BYTES)
+    return [ExchangeShape(r, MAIN_TOPK, w, 4, n) for r, w, n in product(rows, widths, EXCHANGE_LAYERS)]

@@ -54,7 +54,7 @@ def compiled_calls(function: Callable, inputs: tuple, v2: bool) -> str:
 
 def _call_line(name: str, arguments: str) -> str | None:
     namespace, op = name.split(".")[:2]
-    tensors = [text for text in arguments.split(", ") if re.fullmatch(r"[a-z]\w*", text)]
+    tensors = [text for text in re.split(r"[\[\], ]+", arguments) if re.fullmatch(r"[a-z]\w*", text)]
     if op in VIEWS:
         return None
     # The graph ends with a copy of each mutated input; in place it is from a buffer to itself, and comes to nothing.

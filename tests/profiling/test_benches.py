@@ -8,7 +8,17 @@ from pathlib import Path
 import pytest
 import torch
 
-from profiling import bench_records, bench_sparse_ckv_decode, harness, inputs, results, timing
+from profiling import (
+    bench_ce_exchange,
+    bench_plan_selection,
+    bench_records,
+    bench_sparse_ckv_decode,
+    harness,
+    inputs,
+    results,
+    shapes,
+    timing,
+)
 from torch_sparse_mla import explain
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -123,3 +133,55 @@ def test_results_are_one_object_of_plain_json(small, tmp_path):
     bench_records.main(["--device", "cpu", "--tokens", "1", "--op", "read_ckv_records", "--json", str(tmp_path)])
     (path,) = tmp_path.iterdir()
     assert json.loads(path.read_text())["bench"] == "records"
+
+
+def test_plan_selection_benchmark(small, tmp_path):
+    arguments = ["--device", "cpu", "--rows", "4", "8", "--worlds", "2", "--topk", "64", "--json", str(tmp_path)]
+    assert bench_plan_selection.main(arguments) == 0
+    cases = only_document(tmp_path)["cases"]
+    assert [(case["rows"], case["world"], case["mode"]) for case in cases] == [
+        (4, 2, "call"),
+        (4, 2, "host"),
+        (8, 2, "call"),
+    ]
+    # Four rows choose 64 each of 96: 64 to 96 distinct ones in each request.
+    assert all(64 < case["union"] <= 96 * case["rows"] // 4 for case in cases if case["mode"] == "call")
+
+
+def test_plan_selection_benchmark_fails_on_a_wrong_plan(small, tmp_path, monkeypatch, capsys):
+    wrong = bench_plan_selection.reference.plan_selection
+
+    def another_rank(*args):
+        wrong(*args[:6], 1, *args[7:])
+
+    monkeypatch.setattr(bench_plan_selection.reference, "plan_selection", another_rank)
+    arguments = ["--device", "cpu", "--rows", "4", "--worlds", "2", "--topk", "8", "--json", str(tmp_path)]
+    assert bench_plan_selection.main(arguments) == 1
+    assert "wrong result: error 1.00e+00" in capsys.readouterr().out
+
+
+def test_plan_selection_benchmark_refuses_rows_that_are_no_requests(capsys):
+    with pytest.raises(SystemExit):
+        bench_plan_selection.main(["--device", "cpu", "--rows", "6"])
+    assert "got [6]; allowed: multiples of 4" in capsys.readouterr().err
+
+
+def test_ce_exchange_benchmark_sees_a_wrong_byte():
+    shape = shapes.ExchangeShape(rows=8, topk=20, record_bytes=37, world=3, layers=2)
+    world = bench_ce_exchange._World(shape, torch.device("cpu"), torch.Generator().manual_seed(0))
+    for contender in world.contenders():
+        contender.poison()
+        assert contender.error() == 1.0
+        for index_set in range(bench_ce_exchange.NUM_SETS):
+            contender.call(index_set)
+        assert contender.error() == 0.0
+        last_place = int(world.selection.counts(world.plans[0][-1])[-1]) - 1 + world.selection.capacity_per_request
+        world.workspaces[2][1][last_place, 36] ^= 1
+        assert contender.error() == 1.0
+    world.close()
+
+
+def test_ce_exchange_benchmark_refuses_the_cpu(capsys):
+    with pytest.raises(SystemExit):
+        bench_ce_exchange.main(["--device", "cpu"])
+    assert "argument --device: got 'cpu'; allowed: cuda" in capsys.readouterr().err

@@ -6,10 +6,16 @@ from importlib import import_module
 
 from ..decode import contract as decode_contract
 from ..decode import reference as decode_reference
+from ..exchange import contract as exchange_contract
+from ..exchange import reference as exchange_reference
 from ..records import contract as records_contract
 from ..records import reference as records_reference
+from ..selection import contract as selection_contract
+from ..selection import reference as selection_reference
 
 NAMESPACE = "torch_sparse_mla"
+
+_EXCHANGE_SCHEMA = "(Tensor[] caches, Tensor plan, Tensor(a!)[] workspaces, Tensor(b!) state, str channel) -> ()"
 
 
 @dataclass(frozen=True)
@@ -77,6 +83,44 @@ OPS: dict[str, Op] = {
             reference=decode_reference.merge_partial_attention,
             check=decode_contract.check_merge_partial_attention,
             triton="decode.triton_kernels:merge_partial_attention",
+        ),
+        Op(
+            name="plan_selection",
+            schema=(
+                "(Tensor topk, Tensor block_table, Tensor(a!) plan, int rows_per_request, int page_size, "
+                "int interleave, int rank, int world, int reserved_requests=0, int reserved_rows_per_request=0) -> ()"
+            ),
+            reference=selection_reference.plan_selection,
+            check=selection_contract.check_plan_selection,
+            triton="selection.triton_kernels:plan_selection",
+        ),
+        Op(
+            name="ce_exchange",
+            schema="(Tensor cache, Tensor plan, Tensor(a!) workspace, Tensor(b!) state, str channel) -> ()",
+            reference=exchange_reference.ce_exchange,
+            check=exchange_contract.check_ce_exchange,
+            triton="exchange.triton_kernels:ce_exchange",
+        ),
+        Op(
+            name="ce_exchange_layers",
+            schema=_EXCHANGE_SCHEMA,
+            reference=exchange_reference.ce_exchange_layers,
+            check=exchange_contract.check_ce_exchange_layers,
+            triton="exchange.triton_kernels:ce_exchange_layers",
+        ),
+        Op(
+            name="ce_exchange_start",
+            schema=_EXCHANGE_SCHEMA,
+            reference=exchange_reference.ce_exchange_start,
+            check=exchange_contract.check_ce_exchange_start,
+            triton="exchange.triton_kernels:ce_exchange_start",
+        ),
+        Op(
+            name="ce_exchange_wait",
+            schema=_EXCHANGE_SCHEMA,
+            reference=exchange_reference.ce_exchange_wait,
+            check=exchange_contract.check_ce_exchange_wait,
+            triton="exchange.triton_kernels:ce_exchange_wait",
         ),
     )
 }

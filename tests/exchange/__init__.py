@@ -1,0 +1,1 @@
+"""Tests of the exchange family: the protocol on paper, then each transport."""

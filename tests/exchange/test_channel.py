@@ -1,0 +1,131 @@
+"""The life of a channel: create, find by name, explain, close."""
+
+import pytest
+import torch
+
+from tests.decode.rejections import expect_rejection
+from torch_sparse_mla import Channel, ExchangeError, LoopbackGroup, ce_exchange_start
+
+from .cases import Shape, make_channel, make_rank, make_world
+
+SIZES = {"name": "sizes", "capacity_records": 8, "record_bytes": 16, "layers": 3, "transport": "auto"}
+
+
+@pytest.mark.parametrize(
+    "argument, value, allowed",
+    [
+        ("name", "", "a string that is not empty"),
+        ("capacity_records", 0, "an integer from 1 to"),
+        ("capacity_records", 9, "a multiple of the 2 requests"),
+        ("record_bytes", 0, "from 1 to 65536"),
+        ("record_bytes", 65_537, "from 1 to 65536"),
+        ("record_bytes", 16.0, "from 1 to 65536"),
+        ("layers", 0, "an integer from 1 to"),
+        ("requests", 9, "an integer from 1 to 8"),
+        ("timeout_s", 0, "above 0"),
+        ("transport", "", "one of auto, direct, collective, loopback"),
+        ("transport", "Direct", "one of auto, direct, collective, loopback"),
+        ("transport", "ce", "one of auto, direct, collective, loopback"),
+        ("transport", "direct", "for a loopback group of 1 on cpu: auto or loopback"),
+    ],
+)
+def test_create_rejects(argument, value, allowed):
+    with expect_rejection("Channel.create", argument, allowed):
+        Channel.create(group=LoopbackGroup(1).rank(0), **{**SIZES, "requests": 2, argument: value})
+    Channel.create(group=LoopbackGroup(1).rank(0), **SIZES).close()
+
+
+def test_create_rejects_what_is_no_group():
+    with expect_rejection("Channel.create", "group", "LoopbackGroup(world).rank(rank)"):
+        Channel.create(group=None, **SIZES)
+    with pytest.raises(ValueError, match=r"LoopbackGroup: rank: got 2; allowed: 0 to 1"):
+        LoopbackGroup(2).rank(2)
+    with pytest.raises(ValueError, match=r"LoopbackGroup: world: got 0; allowed: 1 or more"):
+        LoopbackGroup(0)
+
+
+def test_create_rejects_a_name_in_use():
+    group = LoopbackGroup(1).rank(0)
+    channel = Channel.create(group=group, **SIZES)
+    for other in (group, LoopbackGroup(1).rank(0)):
+        with expect_rejection("Channel.create", "name", "a name that no open channel has"):
+            Channel.create(group=other, **SIZES)
+    channel.close()
+    Channel.create(group=group, **SIZES).close()
+
+
+def test_ranks_with_other_arguments_fail_together():
+    shape = Shape(world=2)
+    group = LoopbackGroup(2)
+    channel, case = make_channel(shape, group.rank(0), "unequal"), make_rank(shape, 0)
+    case.plan.zero_()
+    with pytest.raises(ValueError, match=r"rank 1 gave .*layers=2.*, rank 0 gave .*layers=3.*allowed: equal"):
+        make_channel(shape, group.rank(1), "unequal", layers=2)
+    with pytest.raises(ExchangeError, match="rank 1 gave"):
+        ce_exchange_start(*case.arguments(channel))
+    channel.close()
+    for rank in range(2):
+        make_channel(shape, group.rank(rank), "unequal").close()
+
+
+def test_a_transport_that_fails_frees_the_name_and_fails_the_ranks_before(monkeypatch):
+    from torch_sparse_mla.exchange.transports import loopback
+
+    shape = Shape(world=2)
+    group = LoopbackGroup(2)
+    channel, case = make_channel(shape, group.rank(0), "failing"), make_rank(shape, 0)
+    case.plan.zero_()
+    with monkeypatch.context() as patch:
+        patch.setattr(loopback.LoopbackTransport, "__init__", lambda self, channel: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            make_channel(shape, group.rank(1), "failing")
+    with pytest.raises(ExchangeError, match="rank 1 could not make its channel"):
+        ce_exchange_start(*case.arguments(channel))
+    channel.close()
+    for rank in range(2):
+        make_channel(shape, group.rank(rank), "failing").close()
+
+
+def test_use_after_close_raises_and_close_may_be_repeated():
+    world = make_world(Shape(world=1))
+    rank, channel = world.ranks[0], world.channels[0]
+    channel.close()
+    channel.close()
+    with expect_rejection("ce_exchange_start", "channel", "the name of an open channel"):
+        ce_exchange_start(*rank.arguments(channel))
+    with pytest.raises(ValueError, match=f"got '{channel.name}', which is closed"):
+        ce_exchange_start(*rank.arguments(channel))
+    with pytest.raises(ExchangeError, match="is closed"):
+        channel.check()
+
+
+def test_closing_an_old_channel_leaves_its_successor_open():
+    group = LoopbackGroup(1).rank(0)
+    first = Channel.create(group=group, **SIZES)
+    first.close()
+    second = Channel.create(group=group, **SIZES)
+    first.close()
+    with expect_rejection("Channel.create", "name", "a name that no open channel has"):
+        Channel.create(group=group, **SIZES)
+    second.close()
+
+
+def test_explain():
+    channel = Channel.create(group=LoopbackGroup(2).rank(1), **SIZES)
+    assert channel.explain() == {
+        "channel": "sizes:1",
+        "transport": "loopback",
+        "why": "the first of loopback that works here",
+        "ranks": "rank 1 of 2",
+        "device": "cpu",
+        "slab": "3 layers x 8 records x 16 bytes",
+        "timeout": "5.0 s",
+    }
+    channel.check()
+    channel.close()
+
+
+def test_state_is_the_channels_counters():
+    channel = Channel.create(group=LoopbackGroup(1).rank(0), **SIZES)
+    assert channel.state.dtype == torch.int32 and channel.state[:7].tolist() == [0] * 7
+    channel.close()

@@ -1,0 +1,200 @@
+"""The direct transport on one GPU: loopback ranks, whose peers' memory is on the same device."""
+
+import pytest
+import torch
+from torch.profiler import ProfilerActivity, profile
+
+from torch_sparse_mla import ExchangeError, LoopbackGroup, ce_exchange_layers, ce_exchange_start, ce_exchange_wait
+
+from .captured import capture, put, ready, wrong_bytes
+from .cases import POISON, Shape, make_channel, make_step, make_world, set_counters
+
+pytestmark = pytest.mark.gpu
+
+SHAPE = Shape(world=4, requests=2, rows_per_request=4, topk=64, tokens=256, record_bytes=656, page_size=16)
+REPLAYS = 1000
+
+
+@pytest.fixture
+def worlds():
+    made = []
+    yield lambda shape=SHAPE, **keywords: made.append(make_world(shape, "cuda", **keywords)) or made[-1]
+    for world in made:
+        world.close()
+
+
+def exchange_in_turn(world, layers):
+    """Every start, then every wait, on the current stream."""
+    for rank, channel in world.both():
+        ce_exchange_start(*rank.arguments(channel, layers))
+    for rank, channel in world.both():
+        ce_exchange_wait(*rank.arguments(channel, layers))
+
+
+def check(world):
+    for channel in world.channels:
+        channel.check()
+
+
+def steps_for(world, generator, count=5):
+    steps = [make_step(world.shape, generator, share, owners) for share, owners in MIXED[:count]]
+    return [[ready(rank, step) for rank in world.ranks] for step in steps]
+
+
+MIXED = [(1.0, None), (0.7, {1}), (1.0, set()), (0.3, None), (0.9, {0, 2})]
+
+
+@pytest.mark.parametrize("shape", [SHAPE, Shape()], ids=["vectors", "bytes"])
+def test_replays_with_changing_data_sizes_and_eager_calls(shape, worlds, generator):
+    """1,000 exchanges; graphs of one and of three layers and eager calls take turns, and the counters wrap."""
+    world = worlds(shape)
+    steps = steps_for(world, generator)
+    set_counters(world, -(REPLAYS // 2))
+    exchange_in_turn(world, 1)
+    exchange_in_turn(world, 3)
+    graphs = {layers: capture(exchange_in_turn, world, layers) for layers in (1, 3)}
+    wrong = torch.zeros((), dtype=torch.int64, device="cuda")
+    for number in range(REPLAYS):
+        step, layers = steps[number % len(steps)], (1, 3)[number // 3 % 2]
+        for rank, values in zip(world.ranks, step, strict=True):
+            put(rank, values)
+        if number % 7 == 3:
+            exchange_in_turn(world, 2)
+            layers = 2
+        else:
+            graphs[layers].replay()
+        for rank, values in zip(world.ranks, step, strict=True):
+            wrong += wrong_bytes(rank, values, layers)
+    check(world)
+    assert int(wrong) == 0
+    assert {int(channel.state[1]) for channel in world.channels} == {REPLAYS + 2 - REPLAYS // 2}
+
+
+@pytest.mark.parametrize("slow", [0, 2])
+def test_ranks_on_streams_with_one_delayed(slow, worlds, generator):
+    """Combined calls, each rank captured on a stream of its own; one starts late, another reads late."""
+    world = worlds()
+    steps = steps_for(world, generator)
+    streams = [torch.cuda.Stream() for _ in world.ranks]
+    torch.cuda.synchronize()
+    for (rank, channel), stream in zip(world.both(), streams, strict=True):
+        with torch.cuda.stream(stream):
+            ce_exchange_layers(*rank.arguments(channel))
+    torch.cuda.synchronize()
+    graphs = [capture(ce_exchange_layers, *rank.arguments(channel)) for rank, channel in world.both()]
+    wrong = [torch.zeros((), dtype=torch.int64, device="cuda") for _ in world.ranks]
+    # A module that is loaded while a kernel waits for a peer would wait for that kernel: use every kernel once before.
+    put(world.ranks[0], steps[0][0])
+    wrong[0] += wrong_bytes(world.ranks[0], steps[0][0], 3) * 0
+    torch.cuda._sleep(1)
+    torch.cuda.synchronize()
+    for number in range(60):
+        step = steps[number % len(steps)]
+        for rank, stream in enumerate(streams):
+            with torch.cuda.stream(stream):
+                if rank == slow:
+                    torch.cuda._sleep(200_000)
+                put(world.ranks[rank], step[rank])
+                graphs[rank].replay()
+                if rank == (slow + 1) % 4:
+                    torch.cuda._sleep(100_000)
+                wrong[rank] += wrong_bytes(world.ranks[rank], step[rank], 3)
+    check(world)
+    assert [int(count) for count in wrong] == [0] * 4
+
+
+def test_overlapping_work_does_not_disturb(worlds, generator):
+    world = worlds()
+    step = make_step(world.shape, generator)
+    world.load(step)
+    for rank, channel in world.both():
+        ce_exchange_start(*rank.arguments(channel))
+    matrix = torch.randn(512, 512, device="cuda")
+    for _ in range(5):
+        matrix = matrix @ matrix * 0.01
+    for rank, channel in world.both():
+        ce_exchange_wait(*rank.arguments(channel))
+    check(world)
+    world.assert_arrived(step)
+
+
+def test_two_channels_on_two_streams(worlds, generator):
+    lanes = [worlds(), worlds()]
+    streams = [torch.cuda.Stream() for _ in lanes]
+    for _ in range(20):
+        steps = [make_step(SHAPE, generator) for _ in lanes]
+        for lane, step in zip(lanes, steps, strict=True):
+            lane.load(step)
+        torch.cuda.synchronize()
+        for lane, stream in zip(lanes, streams, strict=True):
+            with torch.cuda.stream(stream):
+                exchange_in_turn(lane, 3)
+        torch.cuda.synchronize()
+        for lane, step in zip(lanes, steps, strict=True):
+            lane.assert_arrived(step)
+
+
+def test_one_exchange_of_three_layers_is_two_kernels(worlds, generator):
+    world = worlds(Shape(world=1, record_bytes=656))
+    rank, channel = world.both()[0]
+    rank.load(make_step(world.shape, generator))
+    ce_exchange_layers(*rank.arguments(channel))
+    torch.cuda.synchronize()
+    with profile(activities=[ProfilerActivity.CUDA]) as profiled:
+        ce_exchange_layers(*rank.arguments(channel))
+        torch.cuda.synchronize()
+    names = [event.name for event in profiled.events() if event.device_type == torch.autograd.DeviceType.CUDA]
+    assert sorted(names) == ["_push_kernel", "_wait_kernel"]
+
+
+def test_nothing_is_allocated(worlds, generator):
+    world = worlds()
+    world.load(make_step(world.shape, generator))
+    exchange_in_turn(world, 3)
+    torch.cuda.synchronize()
+    before = torch.cuda.memory_stats()["allocation.all.allocated"]
+    exchange_in_turn(world, 3)
+    assert torch.cuda.memory_stats()["allocation.all.allocated"] == before
+
+
+def test_a_withheld_rank_is_named_after_the_timeout(worlds, generator):
+    world = worlds(timeout_s=0.2)
+    world.load(make_step(world.shape, generator))
+    stream = torch.cuda.Stream()
+    torch.cuda.synchronize()
+    rank, channel = world.both()[0]
+    with torch.cuda.stream(stream):
+        ce_exchange_layers(*rank.arguments(channel))
+    message = r"rank 0, epoch 1: rank 1 did not come within 0.2 s"
+    with pytest.raises(ExchangeError, match=message):
+        channel.check()
+    with pytest.raises(ExchangeError, match=message):
+        ce_exchange_start(*rank.arguments(channel))
+    assert channel.state[:2].tolist() == [1, 0]
+    world.close()
+    again = worlds()
+    step = make_step(again.shape, generator)
+    again.load(step)
+    exchange_in_turn(again, 3)
+    again.assert_arrived(step)
+
+
+def test_create_refuses_to_be_captured():
+    with (
+        pytest.raises(RuntimeError, match="make channel 'late' before a CUDA graph is captured"),
+        torch.cuda.graph(torch.cuda.CUDAGraph()),
+    ):
+        make_channel(SHAPE, LoopbackGroup(1, "cuda").rank(0), "late")
+
+
+def test_replay_after_close_moves_nothing(worlds, generator):
+    world = worlds(Shape(world=1, record_bytes=656))
+    rank, channel = world.both()[0]
+    rank.load(make_step(world.shape, generator))
+    ce_exchange_layers(*rank.arguments(channel))
+    graph = capture(ce_exchange_layers, *rank.arguments(channel))
+    channel.close()
+    rank.poison()
+    graph.replay()
+    torch.cuda.synchronize()
+    assert all(bool((workspace == POISON).all()) for workspace in rank.workspaces)

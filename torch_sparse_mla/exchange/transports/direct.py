@@ -1,0 +1,137 @@
+"""Peer memory on GPUs: a kernel stores each owned record where it belongs in the slab of every peer, then the flags.
+
+The memory of a rank: two slabs [layers, capacity_records, record_bytes], by parity of the epoch, then int32 words
+[3, world] that peers write at their own rank: the epoch that arrived, and for each parity the layers of that call.
+Loopback ranks share a device, and run the same kernels on the same layout.
+"""
+
+import dataclasses
+import threading
+from typing import Any
+
+import torch
+
+from ..channel import CLOSED, ERROR, ExchangeError
+from ..contract import ExchangeCall
+from ..group import Board
+from . import launching
+
+SLABS = 2
+FLAG_ROWS = 3
+# Memory of closed channels that a CUDA graph may still write: a graph cannot be asked whether it is alive.
+_kept_for_graphs: list[object] = []
+
+
+@dataclasses.dataclass(frozen=True)
+class PeerMemory:
+    """Every rank's memory as this rank sees it.
+
+    Attributes:
+        own: this rank's memory, uint8.
+        addresses: where each rank's memory is mapped, in the order of ranks.
+        owner: whatever keeps the mappings alive.
+        board: what loopback ranks share; None between processes.
+    """
+
+    own: torch.Tensor
+    addresses: list[int]
+    owner: object
+    board: Board | None = None
+
+
+def memory_bytes(channel: Any) -> int:
+    return SLABS * launching.slab_bytes(channel) + -(-4 * FLAG_ROWS * channel.world // 16) * 16
+
+
+def loopback_memory(channel: Any) -> PeerMemory:
+    """One tensor for each rank, made for all ranks by the first that comes."""
+    board = channel.group.board(channel.configuration.name)
+    if "memory" not in board.shared:
+        size = (channel.world, memory_bytes(channel))
+        board.shared["memory"] = torch.zeros(size, dtype=torch.uint8, device=channel.device)
+        board.shared["issued"] = [0] * channel.world
+        board.shared["places"] = [None] * channel.world
+        launching.synchronise(channel.device)
+    memory = board.shared["memory"]
+    return PeerMemory(memory[channel.rank], [rank.data_ptr() for rank in memory], memory, board)
+
+
+def symmetric_memory(channel: Any) -> PeerMemory:
+    """PyTorch symmetric memory. Each fallible step is agreed upon, and nobody goes on before all memory is zero."""
+    import torch.distributed._symmetric_memory as symmetric
+
+    group, size = channel.group, memory_bytes(channel)
+    own = group.agree("allocate", lambda: symmetric.empty(size, dtype=torch.uint8, device=channel.device))
+    handle = group.agree("map peers", lambda: symmetric.rendezvous(own, group.group.group_name))
+
+    def clear() -> None:
+        own.zero_()
+        launching.synchronise(channel.device)
+
+    group.agree("clear", clear)
+    return PeerMemory(own, list(handle.buffer_ptrs), handle)
+
+
+class DirectTransport:
+    def __init__(self, channel: Any, memory: PeerMemory) -> None:
+        self.channel, self.memory, self.board = channel, memory, memory.board
+        rank, world = channel.rank, channel.world
+        self.host_error = launching.host_words(channel.device)
+        targets = [memory.addresses[(rank + step) % world] for step in range(1, world)]
+        self.peers = launching.address_table([memory.addresses[rank], *targets, self.host_error.data_ptr()], channel)
+        words = memory.own[SLABS * launching.slab_bytes(channel) :][: 4 * FLAG_ROWS * world].view(torch.int32)
+        self.flags = words[:world]
+        self.captured = False
+        if self.board is not None:
+            self.board.shared["places"][rank] = _place(channel.state)
+
+    def start(self, call: ExchangeCall) -> None:
+        self._before(call)
+        if self.board is not None:
+            self.board.shared["issued"][self.channel.rank] += 1
+            self.board.shared["places"][self.channel.rank] = _place(call.state)
+        launching.push(call, self.peers, self.channel.world - 1, flags=True)
+
+    def wait(self, call: ExchangeCall) -> None:
+        self._before(call)
+        self._refuse_own_stream(call, 0)
+        launching.wait(call, self.peers, 0, flags=True)
+
+    def refuse_if_alone(self, call: ExchangeCall) -> None:
+        self._refuse_own_stream(call, 1)
+
+    def close(self) -> None:
+        """Memory of a channel that no graph captured is given back; else replays find the error and do nothing."""
+        if self.captured:
+            self.channel.state[ERROR] = CLOSED
+            _kept_for_graphs.append((self.memory, self.peers, self.host_error, self.channel.state))
+        launching.synchronise(self.channel.device)
+        self.memory = None
+
+    def _before(self, call: ExchangeCall) -> None:
+        """Raise what is known to be wrong, without waiting for the device."""
+        launching.raise_host_error(self.channel, self.host_error)
+        if self.board is not None and self.board.failure:
+            raise ExchangeError(f"torch_sparse_mla channel '{self.channel.name}': {self.board.failure}")
+        self.captured = self.captured or launching.is_capturing(call.state)
+
+    def _refuse_own_stream(self, call: ExchangeCall, ahead: int) -> None:
+        """Loopback ranks: a wait for a peer whose start will be queued behind it can only time out."""
+        if self.board is None or launching.is_capturing(call.state):
+            return
+        issued, places = self.board.shared["issued"], self.board.shared["places"]
+        needed = issued[self.channel.rank] + ahead
+        for peer in range(self.channel.world):
+            if peer == self.channel.rank or issued[peer] >= needed or places[peer] != _place(call.state):
+                continue
+            raise ExchangeError(
+                f"torch_sparse_mla::{call.op}: channel '{self.channel.name}': rank {self.channel.rank}: rank {peer} "
+                "lives on the calling thread and stream and did not start, so it cannot come while this call waits; "
+                "call ce_exchange_start for every rank, then ce_exchange_wait for every rank, or give each rank a "
+                "stream or a thread of its own"
+            )
+
+
+def _place(state: torch.Tensor) -> tuple[threading.Thread, int]:
+    """Where a rank was last seen."""
+    return threading.current_thread(), launching.current_stream(state)

@@ -1,0 +1,37 @@
+"""Pack and unpack on the CPU, in plain PyTorch: what `triton_kernels` does on a GPU."""
+
+import torch
+
+from ..contract import ExchangeCall
+
+
+def owned_places(call: ExchangeCall, rank: int) -> torch.Tensor:
+    """Workspace record indices of a rank's segments, in union order."""
+    capacity = call.channel.capacity_per_request
+    offsets = call.owner_offsets.long().clamp(0, capacity)
+    begins, ends = offsets[:, rank].tolist(), offsets[:, rank + 1].tolist()
+    places = [
+        torch.arange(request * capacity + begin, request * capacity + max(begin, end))
+        for request, (begin, end) in enumerate(zip(begins, ends, strict=True))
+    ]
+    return torch.cat(places)
+
+
+def owned_records(call: ExchangeCall, places: torch.Tensor) -> torch.Tensor:
+    """This rank's records as they go out: [layers, records, record_bytes]. A slot that the cache lacks gives zeros."""
+    pages, page_size, record_bytes = call.caches[0].shape
+    capacity = call.channel.capacity_per_request
+    begins = call.owner_offsets[:, call.channel.rank].long()
+    requests = places // capacity
+    # The owned slots of a request lie at the beginning of its part, its records at their place in the union.
+    slots = call.owned_slots[places - begins[requests]].long()
+    present = (slots >= 0) & (slots < pages * page_size)
+    records = torch.zeros(call.layers, len(places), record_bytes, dtype=torch.uint8)
+    for layer, cache in enumerate(call.caches):
+        records[layer, present] = cache[slots[present] // page_size, slots[present] % page_size]
+    return records
+
+
+def place(call: ExchangeCall, places: torch.Tensor, records: torch.Tensor) -> None:
+    for workspace, layer in zip(call.workspaces, records, strict=True):
+        workspace[places] = layer

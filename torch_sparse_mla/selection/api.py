@@ -1,0 +1,102 @@
+"""Public functions of the selection family."""
+
+import torch
+
+from .. import _ops  # noqa: F401  (registers the operators)
+from ..contract import check_dtype, check_same_device, check_shape, reject
+from .plan import SelectionPlan
+
+
+def plan_selection(
+    topk: torch.Tensor,
+    block_table: torch.Tensor,
+    selection: SelectionPlan,
+    *,
+    page_size: int,
+    interleave: int,
+    rank: int,
+    plan: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Which records a DCP group must bring together for the rows' top-k lists, in which order, and who holds them.
+
+    For each request by itself: the distinct positions of all its rows (its union), in segments by owner, and within a
+    segment in order of first occurrence, row by row. Ranks that are given the same lists and block table get the same
+    plan but for `owned_slots`, so nothing about it has to be sent.
+
+    Args:
+        topk: [requests * rows_per_request, K] int32 global positions within the request, contiguous; -1 anywhere is
+            absent. A position that names no record (beyond the block table, or on a page of it that is negative) counts
+            as absent as well (checked mode, `TORCH_SPARSE_MLA_CHECK=1`, raises and names the row).
+        block_table: [requests, blocks] int32 page numbers, the same on every rank; row stride free.
+        selection: the reserved sizes. Requests and rows per request of the call may be fewer.
+        page_size, interleave, rank: the DCP geometry, with `selection.world`; see `torch_sparse_mla.sharding`.
+        plan: [selection.words] int32 or more, 16-byte aligned; its views are overwritten. Allocated when None.
+    Returns: plan. Look into it by `selection.remap(plan)`, `.owner_offsets(plan)`, `.owned_slots(plan)`,
+        `.counts(plan)`.
+    Raises: ValueError for an argument that does not fit, among them more rows or requests than reserved. Nothing is
+        written then.
+    Capture: safe when plan is given; topk and block_table may change between replays. One plan buffer may serve calls
+        that run one after another; calls that can run at the same time need one each. Ranks: each calls by itself.
+    """
+    if plan is None:
+        plan = selection.empty(topk.device)
+    requests = block_table.shape[0]
+    rows_per_request = topk.shape[0] // requests if requests else 1
+    torch.ops.torch_sparse_mla.plan_selection(
+        topk,
+        block_table,
+        plan,
+        rows_per_request,
+        page_size,
+        interleave,
+        rank,
+        selection.world,
+        selection.requests,
+        selection.rows_per_request,
+    )
+    return plan
+
+
+def current_token_slots(
+    topk: torch.Tensor,
+    lengths: torch.Tensor,
+    selection: SelectionPlan,
+    plan: torch.Tensor,
+    *,
+    rows_per_request: int | None = None,
+) -> torch.Tensor:
+    """Where in a workspace the rows' own tokens belong, for records that were fetched before this step wrote them.
+
+    A layer that is fetched ahead of its own write lacks the tokens of this step. `write_ckv_records` with these slots,
+    into the workspace, puts them there. A row's token has a place if any row of its request selected it: a later row of
+    the request may have, where the row itself has not.
+
+    Args:
+        topk: [requests * rows_per_request, K] int32, as given to `plan_selection`.
+        lengths: [requests * rows_per_request] integer global lengths: a row's token is at position `length - 1`; <= 0
+            is a padded row.
+        selection, plan: what `plan_selection` made of `topk`.
+        rows_per_request: rows of each request in this call; None: as many as reserved.
+    Returns: [requests * rows_per_request] int32 workspace record indices, -1 for a token that nobody selected.
+    Raises: ValueError for an argument that does not fit.
+    Capture: safe; plain PyTorch with fixed shapes.
+    """
+    name = "current_token_slots"
+    rows_per_request = selection.rows_per_request if rows_per_request is None else rows_per_request
+    check_same_device(name, topk=topk, lengths=lengths, plan=plan)
+    check_dtype(name, "topk", topk, (torch.int32,))
+    check_dtype(name, "lengths", lengths, (torch.int32, torch.int64))
+    if not 1 <= rows_per_request <= selection.rows_per_request:
+        reject(name, "rows_per_request", rows_per_request, f"1 to the reserved {selection.rows_per_request}")
+    if topk.dim() != 2 or topk.shape[1] != selection.topk or topk.shape[0] % rows_per_request:
+        allowed = f"shape [a multiple of rows_per_request = {rows_per_request}, {selection.topk}]"
+        reject(name, "topk", f"shape {list(topk.shape)}", allowed)
+    rows = topk.shape[0]
+    if rows > selection.requests * rows_per_request:
+        reject(name, "topk", f"{rows} rows", f"up to {selection.requests} requests of {rows_per_request} rows")
+    check_shape(name, "lengths", lengths, (rows,), "rows")
+    entries = rows_per_request * selection.topk
+    remap = selection.remap(plan)[:rows].view(-1, 1, entries)
+    # The position of a padded row is negative, and so is the remap of every negative entry.
+    is_current = topk.view(-1, 1, entries) == (lengths - 1).view(-1, rows_per_request, 1)
+    return torch.where(is_current, remap, -1).amax(2).view(rows)

@@ -1,0 +1,56 @@
+"""CPU implementation of `plan_selection`, in plain PyTorch."""
+
+import torch
+
+from .contract import check_plan_selection, resolve
+
+
+def plan_selection(
+    topk: torch.Tensor,
+    block_table: torch.Tensor,
+    plan: torch.Tensor,
+    rows_per_request: int,
+    page_size: int,
+    interleave: int,
+    rank: int,
+    world: int,
+    reserved_requests: int = 0,
+    reserved_rows_per_request: int = 0,
+) -> None:
+    selection = check_plan_selection(
+        topk,
+        block_table,
+        plan,
+        rows_per_request,
+        page_size,
+        interleave,
+        rank,
+        world,
+        reserved_requests,
+        reserved_rows_per_request,
+    )
+    remap, owned_slots = selection.remap(plan), selection.owned_slots(plan)
+    owner_offsets, counts = selection.owner_offsets(plan), selection.counts(plan)
+    for view in (remap, owned_slots):
+        view.fill_(-1)
+    for view in (owner_offsets, counts):
+        view.zero_()
+    requests, capacity = len(block_table), selection.capacity_per_request
+    entries = topk.view(requests, rows_per_request * selection.topk)
+    owners, slots = resolve(entries, block_table, page_size, interleave, world)
+    remap_of_request = remap[: len(topk)].view(entries.shape)
+    for request in range(requests):
+        found = (owners[request] >= 0).nonzero().flatten()
+        distinct, inverse = torch.unique(entries[request, found], return_inverse=True)
+        first = torch.zeros(len(distinct), dtype=torch.long).scatter_reduce_(
+            0, inverse, found, "amin", include_self=False
+        )
+        order = first[torch.argsort(owners[request, first] * entries.shape[1] + first)]
+        place = torch.zeros(entries.shape[1], dtype=torch.int32)
+        place[order] = torch.arange(len(order), dtype=torch.int32)
+        remap_of_request[request, found] = request * capacity + place[first[inverse]]
+        segment_sizes = torch.bincount(owners[request, order], minlength=world)
+        owner_offsets[request, 1:] = segment_sizes.cumsum(0)
+        counts[request] = len(order)
+        owned = order[owners[request, order] == rank]
+        owned_slots[request * capacity : request * capacity + len(owned)] = slots[request, owned].int()
