@@ -8,12 +8,12 @@ import os
 import pytest
 import torch
 
-from torch_sparse_mla import ExchangeError, ce_exchange_start, ce_exchange_wait
-from torch_sparse_mla.exchange import triton_kernels
-from torch_sparse_mla.exchange.transports.device_collective import DeviceCollectiveTransport
+from torch_sparse_mla import ExchangeError, ce_exchange_layers, ce_exchange_start, ce_exchange_wait
+from torch_sparse_mla.exchange import contract, triton_kernels
+from torch_sparse_mla.exchange.transports import launching
 from torch_sparse_mla.exchange.transports.direct import DirectTransport, loopback_memory
 
-from .cases import Shape, make_step, make_world, set_counters
+from .cases import POISON, Shape, Step, make_step, make_world, set_counters
 
 assert os.environ.get("TRITON_INTERPRET") == "1", "needs TRITON_INTERPRET=1 before Triton is imported"
 
@@ -74,6 +74,67 @@ def test_single_layered_and_empty_calls_mix(generator):
         exchange(world, make_step(world.shape, generator, 0.8, owners), layers)
 
 
+@pytest.mark.parametrize("counter", [0, 2**31 - 2, -2])
+def test_a_rank_that_is_one_exchange_ahead_disturbs_nothing(counter, generator):
+    """Rank 0 has pushed epoch e + 1 before rank 1 reads e: another slab, and a flag that is beyond e, past the wrap."""
+    world = interpreted_world(Shape(world=2, layers=1))
+    set_counters(world, counter)
+    (ahead, ahead_channel), (behind, behind_channel) = world.both()
+    step = make_step(world.shape, generator, 1.0)
+    world.load(step)
+    start_all(world)
+    ce_exchange_wait(*ahead.arguments(ahead_channel))
+    ahead.assert_arrived(step)
+    following = make_step(world.shape, generator, 1.0)
+    ahead.load(following)
+    ce_exchange_start(*ahead.arguments(ahead_channel))
+    ce_exchange_wait(*behind.arguments(behind_channel))
+    behind.assert_arrived(step)
+    behind.load(following)
+    ce_exchange_start(*behind.arguments(behind_channel))
+    for rank, channel in world.both():
+        ce_exchange_wait(*rank.arguments(channel))
+        channel.check()
+        rank.assert_arrived(following)
+
+
+@pytest.mark.parametrize("hostile, place", [(2**31 - 1, (0, 0)), (2**31 - 1, (1, 1)), (-30, (1, 0)), (-30, (0, 2))])
+def test_bad_owner_offsets_stay_within_the_capacity(hostile, place, generator, monkeypatch):
+    """Same bytes as on the CPU, with memory around every workspace untouched."""
+    monkeypatch.setattr(triton_kernels, "UNITS_PER_TILE", 64)
+    shape = Shape(world=2, layers=1)
+    interpreted, reference = interpreted_world(shape), make_world(shape)
+    step = make_step(interpreted.shape, generator, 1.0)
+    guarded = []
+    for world in (interpreted, reference):
+        world.load(step)
+        for rank in world.ranks:
+            guarded += [GuardedWorkspaces(rank)]
+            world.shape.selection.owner_offsets(rank.plan)[place] = hostile
+        start_all(world)
+        wait_all(world)
+    for channel in interpreted.channels:
+        channel.check()
+    for guard in guarded:
+        guard.assert_untouched()
+    for ours, theirs in zip(interpreted.ranks, reference.ranks, strict=True):
+        assert all(torch.equal(a, b) for a, b in zip(ours.workspaces, theirs.workspaces, strict=True))
+
+
+class GuardedWorkspaces:
+    """Puts each workspace of a rank into the middle of memory of which nothing else may be written."""
+
+    def __init__(self, rank):
+        self.size = rank.workspaces[0].numel()
+        self.storages = [torch.full((3 * self.size,), POISON, dtype=torch.uint8) for _ in rank.workspaces]
+        shape = rank.workspaces[0].shape
+        rank.workspaces = [storage[self.size : 2 * self.size].view(shape) for storage in self.storages]
+
+    def assert_untouched(self):
+        for storage in self.storages:
+            assert (storage[: self.size] == POISON).all() and (storage[2 * self.size :] == POISON).all()
+
+
 @pytest.mark.parametrize("counter", [2**31 - 2, -2, -1])
 def test_counters_wrap(counter, generator):
     world = interpreted_world(Shape(world=2, layers=1))
@@ -96,7 +157,6 @@ def test_a_rank_that_never_comes_is_named(generator):
     world.load(make_step(world.shape, generator))
     for rank, channel in world.both()[:2]:
         ce_exchange_start(*rank.arguments(channel))
-    world.channels[0].transport.board.shared["places"][2] = None
     ce_exchange_wait(*world.ranks[0].arguments(world.channels[0]))
     expect_error(world, r"channel '.*': rank 0, epoch 1: rank 2 did not come within 5.0 s")
     assert world.channels[0].state[:2].tolist() == [1, 0]
@@ -111,6 +171,88 @@ def test_another_number_of_layers_is_named(generator):
     expect_error(world, r"rank 0, epoch 1: rank 1 moves another number of layers")
 
 
+def test_another_plan_is_named(generator):
+    """Whatever lies in the slab is not the other plan's; also where the peer sends nothing at all."""
+    for other in (make_step(Shape(world=2), generator, 0.2).topk, torch.full((4, 9), -1, dtype=torch.int32)):
+        world = interpreted_world(Shape(world=2))
+        for _ in range(2):
+            exchange(world, make_step(world.shape, generator, 1.0))
+        step = make_step(world.shape, generator, 1.0)
+        world.ranks[0].load(step)
+        world.ranks[1].load(Step(other, step.records))
+        start_all(world)
+        wait_all(world)
+        expect_error(world, r"rank 0, epoch 3: rank 1 has other owner offsets")
+        assert world.channels[0].state[:2].tolist() == [3, 2]
+
+
+def test_the_state_of_another_channel_is_refused_and_left_alone(generator, monkeypatch):
+    """The kernels check it: on a GPU the state is not read back."""
+    world, other = interpreted_world(Shape(world=1)), interpreted_world(Shape(world=1))
+    world.load(make_step(world.shape, generator))
+    caches, plan, workspaces, _, name = world.ranks[0].arguments(world.channels[0])
+    for operator in (ce_exchange_start, ce_exchange_wait):
+        monkeypatch.setattr(contract, "_is_state_of", lambda state, channel: True)
+        before = other.channels[0].state.clone()
+        world.channels[0].host_words.zero_()
+        operator(caches, plan, workspaces, other.channels[0].state, name)
+        assert torch.equal(other.channels[0].state, before)
+        expect_error(world, "argument 'state': got the state of another channel; allowed: channel.state")
+    assert world.channels[0].state[:2].tolist() == [0, 0]
+    other.channels[0].check()
+
+
+def test_a_replay_after_close_moves_nothing_and_check_says_so(generator, monkeypatch):
+    world = interpreted_world(Shape(world=1))
+    world.load(make_step(world.shape, generator))
+    rank, channel = world.ranks[0], world.channels[0]
+    call = contract.check_ce_exchange_start(*rank.arguments(channel))
+    peers = channel.transport.peers
+    channel.transport.captured = True
+    channel.close()
+    with pytest.raises(ExchangeError, match=r"is closed"):
+        channel.check()
+    launching.push(call, peers)
+    assert all((workspace == POISON).all() for workspace in rank.workspaces)
+    with pytest.raises(ExchangeError, match=r"a CUDA graph that captured the channel was replayed after close"):
+        channel.check()
+
+
+def test_captured_starts_are_not_counted_and_end_the_guess_about_threads(generator, monkeypatch):
+    """What a graph replays is unknown here, so nobody is refused for it."""
+    world = interpreted_world(Shape(world=2))
+    exchange(world, make_step(world.shape, generator))
+    with monkeypatch.context() as patch:
+        patch.setattr(launching, "is_capturing", lambda tensor: True)
+        patch.setattr(launching, "push", lambda *arguments: None)
+        patch.setattr(launching, "wait", lambda *arguments: None)
+        ce_exchange_layers(*world.ranks[0].arguments(world.channels[0]))
+    assert world.channels[0].transport.board.shared["issued"] == [1, 1]
+    exchange(world, make_step(world.shape, generator))
+    ce_exchange_start(*world.ranks[0].arguments(world.channels[0]))
+    ce_exchange_wait(*world.ranks[0].arguments(world.channels[0]))
+    expect_error(world, "rank 1 did not come within")
+
+
+def test_a_launch_that_fails_is_not_counted(generator, monkeypatch):
+    world = interpreted_world(Shape(world=2))
+    world.load(make_step(world.shape, generator))
+    with monkeypatch.context() as patch:
+        patch.setattr(launching, "push", lambda *arguments: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            start_all(world)
+    assert world.channels[0].transport.board.shared["issued"] == [0, 0]
+    exchange(world, make_step(world.shape, generator))
+
+
+def test_a_wait_for_a_rank_of_the_same_stream_is_refused(generator):
+    world = interpreted_world(Shape(world=2))
+    exchange(world, make_step(world.shape, generator))
+    ce_exchange_start(*world.ranks[0].arguments(world.channels[0]))
+    with pytest.raises(ExchangeError, match="rank 1 was last seen on the calling thread and stream"):
+        ce_exchange_wait(*world.ranks[0].arguments(world.channels[0]))
+
+
 def test_calls_out_of_order_are_named(generator):
     world = interpreted_world(Shape(world=2))
     world.load(make_step(world.shape, generator))
@@ -121,30 +263,3 @@ def test_calls_out_of_order_are_named(generator):
     world.load(make_step(world.shape, generator))
     ce_exchange_wait(*world.ranks[0].arguments(world.channels[0]))
     expect_error(world, r"rank 0, epoch 0: waited for an exchange that was not started")
-
-
-class Gathered(DeviceCollectiveTransport):
-    """The all-gather of ranks in one process: `wait` finds what everybody sent by then."""
-
-    def gather(self, size):
-        self.gathered = size
-        return self
-
-    def work_wait(self):
-        sent = torch.cat([peer.sent[: self.gathered] for peer in self.everybody])
-        self.received[: len(sent)] = sent
-
-    def wait(self, call):
-        if self.work is not None:
-            self.work_wait()
-            self.work = None
-        super().wait(call)
-
-
-def test_the_collective_form_matches_the_selection(generator):
-    world = make_world(Shape())
-    transports = [Gathered(channel) for channel in world.channels]
-    for channel, transport in zip(world.channels, transports, strict=True):
-        channel.transport, transport.everybody = transport, transports
-    for layers in (3, 1, 2):
-        exchange(world, make_step(world.shape, generator), layers)

@@ -69,11 +69,16 @@ def test_opcheck(worlds, generator):
 
 
 def test_rejects_a_combined_call_of_a_rank_whose_peers_share_its_thread(worlds, generator, device):
+    """Where its peers call is known after the first exchange."""
     world = worlds(Shape(), device)
     world.load(make_step(world.shape, generator))
-    with pytest.raises(ExchangeError, match=r"ce_exchange: channel .* rank 0.* rank 1 lives on the calling thread"):
+    for call in (ce_exchange_start, ce_exchange_wait):
+        for rank, channel in world.both():
+            call(*rank.arguments(channel))
+    message = r"ce_exchange: channel .* rank 0.* rank 1 was last seen on the calling thread"
+    with pytest.raises(ExchangeError, match=message):
         single(*world.both()[0])
-    assert world.channels[0].state[:2].tolist() == [0, 0]
+    assert world.channels[0].state[:2].tolist() == [1, 1]
 
 
 BAD_ARGUMENTS = {

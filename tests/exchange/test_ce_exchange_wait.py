@@ -1,5 +1,6 @@
 """`ce_exchange_wait`: what it does when somebody does not come, leaves, or makes another call."""
 
+import threading
 import time
 
 import pytest
@@ -34,15 +35,34 @@ def test_rejects_a_wait_without_a_start(world):
 
 
 def test_on_one_thread_a_peer_that_did_not_start_cannot_come(world):
+    for call in (ce_exchange_start, ce_exchange_wait):
+        for rank, channel in world.both():
+            call(*rank.arguments(channel))
     arguments = world.ranks[0].arguments(world.channels[0])
     ce_exchange_start(*arguments)
     begin = time.monotonic()
-    with pytest.raises(ExchangeError, match="rank 1 lives on the calling thread and did not start"):
+    with pytest.raises(ExchangeError, match="rank 1 was last seen on the calling thread and did not start"):
         ce_exchange_wait(*arguments)
     assert time.monotonic() - begin < 0.2
     for rank, channel in world.both()[1:]:
         ce_exchange_start(*rank.arguments(channel))
     ce_exchange_wait(*arguments)
+
+
+def test_a_peer_that_nobody_saw_yet_may_come_from_another_thread(world):
+    """The channels were made on this thread, which says nothing about where ranks will call."""
+    others = [threading.Thread(target=late_call, args=pair) for pair in world.both()[1:]]
+    for thread in others:
+        thread.start()
+    ce_exchange_layers(*world.ranks[0].arguments(world.channels[0]))
+    for thread in others:
+        thread.join()
+    assert [channel.state[:2].tolist() for channel in world.channels] == [[1, 1]] * 3
+
+
+def late_call(rank, channel):
+    time.sleep(0.05)
+    ce_exchange_layers(*rank.arguments(channel))
 
 
 def test_a_withheld_rank_is_named_after_the_timeout(world):
@@ -84,5 +104,5 @@ def test_another_plan_is_named(world, generator):
     world.ranks[1].load(make_step(world.shape, generator))
     for rank, channel in world.both():
         ce_exchange_start(*rank.arguments(channel))
-    with pytest.raises(ExchangeError, match="rank 0, epoch 1: rank 1 sends another number of records"):
+    with pytest.raises(ExchangeError, match="rank 0, epoch 1: rank 1 has other owner offsets"):
         ce_exchange_wait(*world.ranks[0].arguments(world.channels[0]))

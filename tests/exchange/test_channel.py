@@ -1,5 +1,7 @@
 """The life of a channel: create, find by name, explain, close."""
 
+import threading
+
 import pytest
 import torch
 
@@ -23,6 +25,12 @@ SIZES = {"name": "sizes", "capacity_records": 8, "record_bytes": 16, "layers": 3
         ("layers", 0, "an integer from 1 to"),
         ("requests", 9, "an integer from 1 to 8"),
         ("timeout_s", 0, "above 0"),
+        ("timeout_s", "1", "above 0"),
+        ("name", 7, "a string that is not empty"),
+        ("device", "cpuu", "None, cpu or cuda"),
+        ("device", "meta", "None, cpu or cuda"),
+        ("device", [], "None, cpu or cuda"),
+        ("capacity_records", 2**29, "a capacity that a plan can have (torch_sparse_mla.SelectionPlan: "),
         ("transport", "", "one of auto, direct, collective, loopback"),
         ("transport", "Direct", "one of auto, direct, collective, loopback"),
         ("transport", "ce", "one of auto, direct, collective, loopback"),
@@ -61,7 +69,7 @@ def test_ranks_with_other_arguments_fail_together():
     case.plan.zero_()
     with pytest.raises(ValueError, match=r"rank 1 gave .*layers=2.*, rank 0 gave .*layers=3.*allowed: equal"):
         make_channel(shape, group.rank(1), "unequal", layers=2)
-    with pytest.raises(ExchangeError, match="rank 1 gave"):
+    with pytest.raises(ExchangeError, match=r"rank 1 could not make its channel: arguments: .*rank 1 gave"):
         ce_exchange_start(*case.arguments(channel))
     channel.close()
     for rank in range(2):
@@ -79,11 +87,57 @@ def test_a_transport_that_fails_frees_the_name_and_fails_the_ranks_before(monkey
         patch.setattr(loopback.LoopbackTransport, "__init__", lambda self, channel: 1 / 0)
         with pytest.raises(ZeroDivisionError):
             make_channel(shape, group.rank(1), "failing")
-    with pytest.raises(ExchangeError, match="rank 1 could not make its channel"):
+    with pytest.raises(ExchangeError, match=r"rank 1 could not make its channel"):
         ce_exchange_start(*case.arguments(channel))
     channel.close()
     for rank in range(2):
         make_channel(shape, group.rank(rank), "failing").close()
+
+
+def test_a_bad_argument_of_a_later_rank_fails_the_ranks_before():
+    shape = Shape(world=2)
+    group = LoopbackGroup(2)
+    channel, case = make_channel(shape, group.rank(0), "bad"), make_rank(shape, 0)
+    case.plan.zero_()
+    with expect_rejection("Channel.create", "layers", "an integer from 1 to"):
+        make_channel(shape, group.rank(1), "bad", layers=0)
+    with pytest.raises(ExchangeError, match=r"rank 1 could not make its channel: arguments: .*'layers': got 0"):
+        ce_exchange_start(*case.arguments(channel))
+    channel.close()
+
+
+def test_a_second_channel_of_a_rank_does_not_end_the_first():
+    world = make_world(Shape(world=1))
+    rank, channel = world.ranks[0], world.channels[0]
+    rank.plan.zero_()
+    with expect_rejection("Channel.create", "name", "a name that no open channel has"):
+        make_channel(world.shape, channel.group, channel.configuration.name)
+    ce_exchange_start(*rank.arguments(channel))
+    world.close()
+
+
+def test_of_two_threads_that_make_one_name_one_fails(monkeypatch):
+    """The second comes while the first is between its check and its entry in the table of names."""
+    first, errors = Channel.__init__, []
+
+    def create_again(self, *arguments):
+        with monkeypatch.context() as patch:
+            patch.setattr(Channel, "__init__", first)
+            thread = threading.Thread(target=create)
+            thread.start()
+            thread.join()
+        first(self, *arguments)
+
+    def create():
+        try:
+            Channel.create(group=LoopbackGroup(1).rank(0), **SIZES).close()
+        except ValueError as error:
+            errors.append(str(error))
+
+    monkeypatch.setattr(Channel, "__init__", create_again)
+    channel = Channel.create(group=LoopbackGroup(1).rank(0), **SIZES)
+    assert len(errors) == 1 and "a name that no open channel has" in errors[0]
+    channel.close()
 
 
 def test_use_after_close_raises_and_close_may_be_repeated():
@@ -115,7 +169,7 @@ def test_explain():
     assert channel.explain() == {
         "channel": "sizes:1",
         "transport": "loopback",
-        "why": "the first of loopback that works here",
+        "why": "the transport for a loopback group of 2 on cpu",
         "ranks": "rank 1 of 2",
         "device": "cpu",
         "slab": "3 layers x 8 records x 16 bytes",

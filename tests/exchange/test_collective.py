@@ -1,6 +1,8 @@
 """The collective transport: processes in a gloo group."""
 
+import sys
 import time
+from unittest import mock
 
 import pytest
 import torch
@@ -46,7 +48,7 @@ def test_processes_match_the_selection(world, tmp_path):
     explained = run_ranks(world, exchange_all, tmp_path, Shape(world=world, tokens=64))
     assert [entry["ranks"] for entry in explained] == [f"rank {rank} of {world}" for rank in range(world)]
     assert {entry["transport"] for entry in explained} == {"collective"}
-    assert explained[0]["why"] == "the first of collective that works here"
+    assert explained[0]["why"] == f"the transport for a gloo group of {world} on cpu"
 
 
 def two_channels(rank, shape):
@@ -113,20 +115,121 @@ def test_a_transport_that_fails_on_one_rank_raises_on_all(tmp_path):
     assert errors[1] == "out of sockets"
 
 
-def without_peer_memory(rank, shape):
-    """Processes that could have peer memory, as far as the group can tell, on a device that has none."""
-    group.ProcessRank.transports = lambda self, device_type: ("direct", "collective")
+def one_rank_fails_elsewhere(rank, shape, how):
+    """Rank 1 fails where only it can: it must not leave its peer in a step that nobody answers."""
+    begin = time.monotonic()
+    arguments = {}
+    if how == "device":
+        arguments = {"device": "cpuu" if rank == 1 else None}
+    elif rank == 1:
+        sys.modules["torch_sparse_mla.exchange.transports.collective"] = None
     with pytest.raises(Exception) as caught:
-        make_channel(shape, dist.group.WORLD, "c", transport="direct")
+        make_channel(shape, dist.group.WORLD, "c", **arguments)
+    return str(caught.value), time.monotonic() - begin
+
+
+@pytest.mark.parametrize("how, step", [("device", "arguments"), ("import", "import collective")])
+def test_a_step_that_fails_on_one_rank_alone_raises_on_all_at_once(how, step, tmp_path):
+    results = run_ranks(2, one_rank_fails_elsewhere, tmp_path, Shape(world=2), how)
+    assert f"Channel.create: {step}: rank 1 failed: " in results[0][0]
+    assert max(seconds for _, seconds in results) < 10
+
+
+def two_steps(rank, shape):
+    ranks = group.as_group(dist.group.WORLD)
+    with pytest.raises(RuntimeError) as caught:
+        ranks.agree("c", f"step {rank}", lambda: None)
+    return str(caught.value)
+
+
+def test_ranks_at_different_steps_fail_together(tmp_path):
+    for error in run_ranks(2, two_steps, tmp_path, Shape(world=2)):
+        assert "rank 0 is at step 'step 0', rank 1 at step 'step 1'" in error
+
+
+def on_cuda_alone(rank, shape):
+    with pytest.raises(ValueError) as caught:
+        group.ProcessRank.device = lambda self, asked: torch.device("cuda", 0)
+        with mock.patch("torch.cuda.is_current_stream_capturing", return_value=False):
+            make_channel(shape, dist.group.WORLD, "c", transport="collective")
+    return str(caught.value)
+
+
+def test_collective_is_refused_on_cuda(tmp_path):
+    for error in run_ranks(1, on_cuda_alone, tmp_path, Shape(world=1)):
+        assert "'transport': got 'collective'; allowed: for a gloo group of 1 on cuda: auto or direct" in error
+
+
+def without_peer_memory(rank, shape):
+    """Processes that ask for peer memory, on a device that has none."""
+    group.ProcessRank.transports = lambda self, device_type: ("direct", "collective")
+    messages = []
+    for transport in ("direct", "auto"):
+        with pytest.raises(RuntimeError) as caught:
+            make_channel(shape, dist.group.WORLD, "c", transport=transport)
+        messages.append(str(caught.value))
+    make_channel(shape, dist.group.WORLD, "c", transport="collective")
+    return messages
+
+
+def test_without_peer_memory_direct_says_what_is_missing_and_nothing_else_is_tried(tmp_path):
+    for rank, messages in enumerate(run_ranks(2, without_peer_memory, tmp_path, Shape(world=2))):
+        for message in messages:
+            assert (
+                f"Channel.create: transport direct: rank {rank} on cpu has no memory that all of a gloo group"
+                in message
+            )
+            assert "takes PyTorch symmetric memory" in message and "does not support device type cpu" in message
+
+
+def abandoned(rank, shape, how):
+    """An exchange that times out, or is given up between start and wait; then the user's group, and the same name."""
+    channel, case = make_channel(shape, dist.group.WORLD, "c", timeout_s=0.5), make_rank(shape, rank)
+    generator = torch.Generator().manual_seed(1)
+    old, other, new = (make_step(shape, generator, share) for share in (1.0, 0.2, 1.0))
+    new.topk = old.topk
+    case.load(other if how == "other plan" and rank else old)
+    if how == "closed":
+        ce_exchange_start(*case.arguments(channel))
+    elif how == "other plan" or rank == 0:
+        for _ in range(2):
+            with pytest.raises(ExchangeError, match=r"epoch 1: rank . (did not come|has other owner offsets)"):
+                ce_exchange_layers(*case.arguments(channel))
+    else:
+        time.sleep(1.0)
+    total = torch.ones(1)
+    dist.all_reduce(total)
+    channel.close()
     channel = make_channel(shape, dist.group.WORLD, "c")
-    return str(caught.value), channel.explain()
+    case.load(new)
+    ce_exchange_layers(*case.arguments(channel))
+    case.assert_arrived(new)
+    channel.close()
+    dist.barrier()
+    return int(total)
 
 
-def test_auto_falls_back_together_and_says_why_and_direct_does_not(tmp_path):
-    for error, explained in run_ranks(2, without_peer_memory, tmp_path, Shape(world=2)):
-        assert error
-        assert explained["transport"] == "collective"
-        assert "direct is not possible: " in explained["why"]
+@pytest.mark.parametrize("how", ["timed out", "closed", "other plan"])
+def test_an_abandoned_exchange_harms_neither_the_group_nor_the_next_channel(how, tmp_path):
+    assert run_ranks(2, abandoned, tmp_path, Shape(world=2), how) == [2, 2]
+
+
+def of_a_subgroup(rank, shape):
+    """The other ranks of the job take no part."""
+    subgroup = dist.new_group([2, 1])
+    if rank == 0:
+        return None
+    channel, case = make_channel(shape, subgroup, "c"), make_rank(shape, dist.get_rank(subgroup))
+    step = make_step(shape, torch.Generator().manual_seed(1))
+    case.load(step)
+    ce_exchange_layers(*case.arguments(channel))
+    case.assert_arrived(step)
+    return channel.explain()["ranks"]
+
+
+def test_a_group_may_be_a_part_of_the_job(tmp_path):
+    results = run_ranks(3, of_a_subgroup, tmp_path, Shape(world=2))
+    assert results[0] is None and sorted(results[1:]) == ["rank 0 of 2", "rank 1 of 2"]
 
 
 def one_rank_missing(rank, shape, how):

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+import triton
 from torch.profiler import ProfilerActivity, profile
 
 from torch_sparse_mla import ExchangeError, LoopbackGroup, ce_exchange_layers, ce_exchange_start, ce_exchange_wait
@@ -198,3 +199,41 @@ def test_replay_after_close_moves_nothing(worlds, generator):
     graph.replay()
     torch.cuda.synchronize()
     assert all(bool((workspace == POISON).all()) for workspace in rank.workspaces)
+    with pytest.raises(ExchangeError, match="a CUDA graph that captured the channel was replayed after close"):
+        channel.check()
+
+
+def test_another_plan_is_named(worlds, generator):
+    world = worlds()
+    steps = steps_for(world, generator, 2)
+    for number, rank in enumerate(world.ranks):
+        put(rank, steps[1 if number == 2 else 0][number])
+    exchange_in_turn(world, 3)
+    with pytest.raises(ExchangeError, match="rank 1, epoch 1: rank 2 has other owner offsets"):
+        world.channels[1].check()
+
+
+def test_the_state_of_another_channel_is_refused_and_left_alone(worlds, generator):
+    world = worlds(Shape(world=1, record_bytes=656))
+    rank, channel = world.both()[0]
+    other = worlds(Shape(world=1, record_bytes=656)).channels[0]
+    rank.load(make_step(world.shape, generator))
+    before = other.state.clone()
+    caches, plan, workspaces, _, name = rank.arguments(channel)
+    ce_exchange_start(caches, plan, workspaces, other.state, name)
+    with pytest.raises(ExchangeError, match="got the state of another channel"):
+        channel.check()
+    assert torch.equal(other.state, before)
+
+
+def test_the_first_exchange_compiles_nothing(worlds, generator, monkeypatch):
+    """A record width that no other test uses, and layers for two launches."""
+    world = worlds(Shape(world=2, record_bytes=848, layers=6))
+    step = make_step(world.shape, generator)
+    world.load(step)
+    compiled = []
+    monkeypatch.setattr(triton.knobs.runtime, "jit_cache_hook", lambda **given: compiled.append(given["repr"]))
+    exchange_in_turn(world, 6)
+    check(world)
+    world.assert_arrived(step)
+    assert compiled == []

@@ -1,7 +1,9 @@
 """The rule that no test on an x86 host can see broken: payload, fence, then flag, in the compiled code (PTX)."""
 
+import functools
 import re
 
+import pytest
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
@@ -9,6 +11,7 @@ from triton.compiler import ASTSource
 from torch_sparse_mla.exchange.triton_kernels import aot_configurations
 
 
+@functools.cache
 def ptx_lines(name: str) -> list[str]:
     (configuration,) = (entry for entry in aot_configurations(90) if entry.name == name)
     _, kernel, signature, constexprs, options = configuration
@@ -24,27 +27,63 @@ def positions(lines: list[str], pattern: str) -> list[int]:
     return [number for number, line in enumerate(lines) if re.search(pattern, line)]
 
 
-def test_push_fences_for_the_system_between_payload_and_flags():
-    lines = ptx_lines("push-656-flags")
-    payload = positions(lines, r"st\.global\.v4")
+FORMS = [entry.name for entry in aot_configurations(90)]
+PUSH_FORMS = [name for name in FORMS if name.startswith("push")]
+WAIT_FORMS = [name for name in FORMS if name.startswith("wait")]
+
+
+def test_there_are_forms_of_vectors_and_bytes_and_of_several_launches():
+    for kernel in ("push", "wait"):
+        for form in ("656", "37", "656-more-layers-follow", "37-more-layers-follow"):
+            assert f"{kernel}-{form}" in FORMS
+
+
+@pytest.mark.parametrize("form", PUSH_FORMS)
+def test_push_fences_for_the_system_between_payload_and_flags(form):
+    lines = ptx_lines(form)
+    payload = positions(lines, r"st\.global\.(v4\.b32|b8)")
     (fence,) = positions(lines, r"fence\.acq_rel\.sys")
-    (counted,) = positions(lines, r"atom\.(global\.)?(sys\.acq_rel|acq_rel\.sys).*add")
+    assert payload and max(payload) < fence
+    counted = positions(lines, r"atom\.(global\.)?(sys\.acq_rel|acq_rel\.sys).*add")
+    if form.endswith("more-layers-follow"):
+        assert not counted
+        return
+    (counted,) = counted
     flag = positions(lines, r"st\.release\.sys\.global")[-1]
-    meeting = [number for number in positions(lines, r"bar\.sync") if fence < number < counted]
-    assert payload and meeting
-    assert max(payload) < fence < counted < flag
+    assert [number for number in positions(lines, r"bar\.sync") if fence < number < counted]
+    assert fence < counted < flag
 
 
 def test_every_record_moves_in_vectors_of_16_bytes():
-    for name in ("push-656-flags", "wait-656-flags"):
+    for name in ("push-656", "wait-656"):
         lines = ptx_lines(name)
         assert positions(lines, r"ld\.global\.v4\.b32") and positions(lines, r"st\.global\.v4\.b32")
-    assert len(positions(ptx_lines("push-656-flags"), r"st\.global\.v4")) == 8
+    assert len(positions(ptx_lines("push-656"), r"st\.global\.v4")) == 8
 
 
-def test_wait_polls_with_acquire_before_it_reads():
-    lines = ptx_lines("wait-656-flags")
-    polls = positions(lines, r"(acquire\.sys|sys\.acquire)")
-    payload = positions(lines, r"ld\.global\.v4")
-    assert polls and payload
-    assert max(polls) < min(payload)
+@pytest.mark.parametrize("form", WAIT_FORMS)
+def test_wait_polls_with_acquire_before_it_reads_and_leaves_the_loop_in_time(form):
+    lines = ptx_lines(form)
+    polls = positions(lines, r"(acquire\.sys|sys\.acquire)\.b32")
+    payload = positions(lines, r"ld\.global\.(v4\.b32|b8)")
+    clocks = positions(lines, r"%globaltimer")
+    assert len(polls) == 2 and len(clocks) == 2 and payload
+    assert polls[0] < clocks[0] < polls[1] < clocks[1] < min(payload)
+    # In the loop the time that passed is compared with the parameter, and the branch back depends on it.
+    label = re.match(r"\$\w+", lines[positions(lines[: polls[1]], r"^\$L__BB\w+:")[-1]])[0]
+    (back,) = positions(lines, rf"@%p\d+\s+bra\s+{re.escape(label)};")
+    (limit,) = (re.search(r"%rd\d+", lines[line])[0] for line in positions(lines, timeout_parameter(form)))
+    (late,) = (
+        match[1]
+        for line in lines[clocks[1] : back]
+        if (match := re.search(rf"setp\.(?:le|gt)\.s64\s+(%p\d+), %rd\d+, {limit};", line))
+    )
+    (goes_on,) = (match[1] for line in lines[clocks[1] : back] if (match := re.search(r"(%p\d+), .*" + late, line)))
+    assert f"@{goes_on} " in lines[back] and back < min(payload)
+
+
+def timeout_parameter(form: str) -> str:
+    """Its load: constants are no parameters of the compiled kernel."""
+    (configuration,) = (entry for entry in aot_configurations(90) if entry.name == form)
+    parameters = [name for name in configuration.kernel.arg_names if name in configuration.signature]
+    return rf"ld\.param\.b64.*_param_{parameters.index('timeout_ns')}\]"

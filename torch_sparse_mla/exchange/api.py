@@ -19,8 +19,9 @@ def ce_exchange(
         state: `channel.state`.
         channel: the channel, or its name.
     Raises: ValueError for an argument that does not fit, before anything is written or counted. ExchangeError where a
-        peer does not come within the timeout, or makes another call; for CUDA tensors later, by the next eager call
-        or by `channel.check()`.
+        peer does not come within the timeout, moves another number of layers or has other owner offsets in its plan
+        (other tokens under equal offsets are not noticed); for CUDA tensors later, by the next eager call or by
+        `channel.check()`, as for a state of another channel. What is left of the channel: see ExchangeError.
     Capture: safe; cache, plan and their contents may change between replays. Ranks: all, with the same calls.
         A slot of the plan that the cache lacks arrives as zeros (checked mode, `TORCH_SPARSE_MLA_CHECK=1`, raises).
     """

@@ -20,8 +20,9 @@ are the caller's, and no peer writes them. `tests/exchange/protocol_model.py` br
 
 import dataclasses
 import functools
+import importlib
+import threading
 import zlib
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -43,7 +44,13 @@ _OP = "Channel.create"
 
 
 class ExchangeError(RuntimeError):
-    """An exchange that cannot be completed: a peer did not come, left, or made a different call."""
+    """An exchange that cannot be completed: a peer did not come, left, or made a different call.
+
+    What is left of the channel on this rank: workspaces of the open exchange are undefined. On a GPU and between
+    processes the channel is over: later calls raise the same error and move nothing; close it on every rank, then
+    create it again. Among loopback ranks on the CPU a call that came too early may be repeated, a wait that timed out
+    included. Peers are not told; they find out by their own timeout.
+    """
 
 
 @dataclasses.dataclass(frozen=True)
@@ -81,6 +88,8 @@ class Channel:
         self.state[TAG] = self.tag
         self.transport: Any = None
         self.transport_name, self.why = "", ""
+        # Where kernels record errors so that the host sees them without waiting; set by the transport.
+        self.host_words: torch.Tensor | None = None
 
     @functools.cached_property
     def tag(self) -> int:
@@ -124,42 +133,55 @@ class Channel:
             capacity_records: records of a workspace: requests x capacity per request.
             record_bytes: bytes of a record, 1 to 65,536.
             layers: the most layers that one call moves.
-            transport: "auto", "direct" (peer memory), "collective" (NCCL, gloo) or "loopback" (ranks of one process).
+            transport: "direct" (kernels that write peer memory; CUDA), "collective" (messages; CPU), "loopback" (ranks
+                of one process), or "auto": direct for a process group on CUDA, collective for one on the CPU, loopback
+                for a loopback group. Nothing else is tried where that one is not possible.
             requests: requests of a plan.
             timeout_s: seconds after which a wait for a peer fails.
-            device: where caches and workspaces are; None: "cuda" for a group that has NCCL or where the loopback group
-                says so, else "cpu".
+            device: where caches and workspaces are; None: "cuda" for a group whose backend names nccl or where the
+                loopback group says so, else "cpu".
         Returns: the channel, registered under `channel.name` until `close()`.
         Raises: ValueError for an argument that does not fit, RuntimeError where the transport cannot be set up; on
-            every rank, whichever rank it is that fails.
+            every rank, whichever rank it is that fails. Loopback ranks come one after another: those that have a
+            channel already raise at their next call.
         """
         ranks = as_group(group)
-        configuration = ChannelConfiguration(
-            name, capacity_records, record_bytes, layers, requests, transport, timeout_s, ranks.device_type(device)
-        )
-        if configuration.device_type == "cuda" and torch.cuda.is_current_stream_capturing():
-            raise RuntimeError(f"torch_sparse_mla::{_OP}: make channel '{name}' before a CUDA graph is captured")
-        registered = ranks.local_name(name)
-        ranks.agree("arguments", lambda: _check(registered, configuration, ranks), configuration)
+        reserved: list[str] = []
+
+        def configure() -> ChannelConfiguration:
+            sizes = (capacity_records, record_bytes, layers, requests, transport, timeout_s)
+            configuration = ChannelConfiguration(name, *sizes, ranks.device(device).type)
+            _check(configuration, ranks)
+            registered = ranks.local_name(name)
+            _reserve(registered)
+            reserved.append(registered)
+            return configuration
+
         try:
-            channel = ranks.agree("device", lambda: Channel(registered, configuration, ranks, ranks.device(device)))
+            configuration = ranks.agree(name, "arguments", configure, equal=True)
+            channel = ranks.agree(
+                name, "state", lambda: Channel(reserved[0], configuration, ranks, ranks.device(device))
+            )
             _connect(channel)
         except BaseException:
-            ranks.leave(name, f"rank {ranks.rank} could not make its channel")
+            for registered in reserved:
+                _free(registered)
             raise
-        _registry[registered] = channel
-        _closed.discard(registered)
+        with _lock:
+            _reserved.discard(channel.name)
+            _registry[channel.name] = channel
         return channel
 
     def close(self) -> None:
         """End the channel, before its process group is destroyed. Any later use raises; a second close does nothing.
 
-        Memory that a CUDA graph captured stays mapped, and replays of such a graph record an error instead of moving
-        records.
+        Memory that a CUDA graph captured stays mapped. Replays of such a graph move nothing, and `check()` says so.
+        An exchange that was started and not waited for is given up, and peers that wait for it fail.
         """
-        if _registry.get(self.name) is self:
-            del _registry[self.name]
-            _closed.add(self.name)
+        with _lock:
+            if _registry.get(self.name) is self:
+                del _registry[self.name]
+                _closed.add(self.name)
         if self.transport is not None:
             self.transport.close()
             self.transport = None
@@ -170,17 +192,18 @@ class Channel:
 
         An eager call raises this too, as soon as it can be known without waiting; a graph replay cannot.
         """
-        if self.transport is None:
-            raise ExchangeError(f"torch_sparse_mla channel '{self.name}' is closed")
         if self.state.is_cuda:
             torch.cuda.synchronize(self.state.device)
-        self.raise_recorded(self.state.tolist())
+        if self.host_words is not None:
+            self.raise_recorded(self.host_words.tolist())
+        if self.transport is None:
+            raise ExchangeError(f"torch_sparse_mla channel '{self.name}' is closed")
 
-    def raise_recorded(self, state: list[int]) -> None:
-        """Raise the error that a kernel wrote into the state."""
-        if state[ERROR]:
-            what = ERRORS[state[ERROR]].format(peer=state[ERROR_PEER], timeout=self.configuration.timeout_s)
-            raise self.error(what, state[ERROR_EPOCH])
+    def raise_recorded(self, words: list[int]) -> None:
+        """Raise the error that a kernel wrote into host memory: code, peer, epoch."""
+        code, peer, epoch = words[:3]
+        if code:
+            raise self.error(ERRORS[code].format(peer=peer, timeout=self.configuration.timeout_s), epoch)
 
     def error(self, what: str, epoch: int) -> ExchangeError:
         epoch &= 0xFFFFFFFF
@@ -200,18 +223,22 @@ class Channel:
         }
 
 
-TIMED_OUT, START_BEFORE_WAIT, WAIT_BEFORE_START, OTHER_CALL, OTHER_PLAN, CLOSED = range(1, 7)
+TIMED_OUT, START_BEFORE_WAIT, WAIT_BEFORE_START, OTHER_CALL, OTHER_PLAN, CLOSED, OTHER_STATE = range(1, 8)
 ERRORS = {
     TIMED_OUT: "rank {peer} did not come within {timeout} s; start the same calls on every rank",
     START_BEFORE_WAIT: "started while the exchange before was not waited for; wait after every start",
     WAIT_BEFORE_START: "waited for an exchange that was not started; start first",
     OTHER_CALL: "rank {peer} moves another number of layers; make the same calls on every rank",
-    OTHER_PLAN: "rank {peer} sends another number of records; give every rank the same top-k lists and block table",
+    OTHER_PLAN: "rank {peer} has other owner offsets; give every rank the same top-k lists and block table",
     CLOSED: "a CUDA graph that captured the channel was replayed after close()",
+    OTHER_STATE: "argument 'state': got the state of another channel; allowed: channel.state",
 }
 
 _registry: dict[str, Channel] = {}
 _closed: set[str] = set()
+# Names of channels that are being made.
+_reserved: set[str] = set()
+_lock = threading.Lock()
 
 
 def find_channel(op: str, name: str) -> Channel:
@@ -223,11 +250,19 @@ def find_channel(op: str, name: str) -> Channel:
     return channel
 
 
-def _check(registered: str, sizes: ChannelConfiguration, group: Group) -> None:
+def _reserve(registered: str) -> None:
+    with _lock:
+        if registered in _registry or registered in _reserved:
+            reject(_OP, "name", repr(registered), "a name that no open channel has")
+        _reserved.add(registered)
+        _closed.discard(registered)
+
+
+def _check(sizes: ChannelConfiguration, group: Group) -> None:
     if not isinstance(sizes.name, str) or not sizes.name:
         reject(_OP, "name", repr(sizes.name), "a string that is not empty")
-    if registered in _registry:
-        reject(_OP, "name", repr(registered), "a name that no open channel has")
+    if sizes.device_type == "cuda" and torch.cuda.is_current_stream_capturing():
+        raise RuntimeError(f"torch_sparse_mla::{_OP}: make channel '{sizes.name}' before a CUDA graph is captured")
     for argument, value, most in (
         ("capacity_records", sizes.capacity_records, MAX_CAPACITY_RECORDS),
         ("record_bytes", sizes.record_bytes, MAX_RECORD_BYTES),
@@ -238,68 +273,37 @@ def _check(registered: str, sizes: ChannelConfiguration, group: Group) -> None:
             reject(_OP, argument, repr(value), f"an integer from 1 to {most}")
     if sizes.capacity_records % sizes.requests:
         reject(_OP, "capacity_records", sizes.capacity_records, f"a multiple of the {sizes.requests} requests")
-    if not 0 < sizes.timeout_s <= 3600:
-        reject(_OP, "timeout_s", sizes.timeout_s, "above 0, at most 3600 seconds")
+    try:
+        SelectionPlan(sizes.requests, 1, sizes.capacity_records // sizes.requests, group.world)
+    except ValueError as error:
+        reject(_OP, "capacity_records", sizes.capacity_records, f"a capacity that a plan can have ({error})")
+    if not isinstance(sizes.timeout_s, int | float) or not 0 < sizes.timeout_s <= 3600:
+        reject(_OP, "timeout_s", repr(sizes.timeout_s), "above 0, at most 3600 seconds")
+    possible = group.transports(sizes.device_type)
     if sizes.transport not in TRANSPORTS:
         reject(_OP, "transport", repr(sizes.transport), "one of " + ", ".join(TRANSPORTS))
-    if sizes.transport not in ("auto", *group.transports(sizes.device_type)):
-        reject(
-            _OP,
-            "transport",
-            repr(sizes.transport),
-            f"for {group.described} on {sizes.device_type}: auto or {', '.join(group.transports(sizes.device_type))}",
-        )
+    if sizes.transport not in ("auto", *possible):
+        where = f"for {group.described} on {sizes.device_type}: auto or {' or '.join(possible)}"
+        reject(_OP, "transport", repr(sizes.transport), where)
+
+
+def _free(registered: str) -> None:
+    with _lock:
+        _reserved.discard(registered)
 
 
 def _connect(channel: Channel) -> None:
-    """Set up the transport: the one asked for, or with `auto` the first that works on every rank."""
+    """Set up the transport: the one asked for, or with `auto` the one for such ranks and such a device."""
+    group, device = channel.group, channel.device.type
     asked = channel.configuration.transport
-    possible = channel.group.transports(channel.configuration.device_type)
-    reasons = []
-    for name in (asked,) if asked != "auto" else possible:
-        try:
-            channel.transport = channel.group.agree(f"transport {name}", lambda name=name: _open(name, channel))
-        except Exception as error:
-            if name == possible[-1] or asked != "auto":
-                raise
-            reasons.append(f"{name} is not possible: {error}")
-            continue
-        channel.transport_name = name
-        reasons.insert(0, "asked for" if asked != "auto" else f"the first of {', '.join(possible)} that works here")
-        channel.why = "; ".join(reasons)
-        return
-
-
-def _open(name: str, channel: Channel) -> Any:
-    opened: dict[str, Callable[[Channel], Any]] = {
-        "loopback": _open_loopback,
-        "collective": _open_collective,
-        "direct": _open_direct,
-    }
-    return opened[name](channel)
-
-
-def _open_loopback(channel: Channel) -> Any:
-    if channel.device.type == "cuda":
-        from .transports.direct import DirectTransport, loopback_memory
-
-        return DirectTransport(channel, loopback_memory(channel))
-    from .transports.loopback import LoopbackTransport
-
-    return LoopbackTransport(channel)
-
-
-def _open_collective(channel: Channel) -> Any:
-    if channel.device.type == "cuda":
-        from .transports.device_collective import DeviceCollectiveTransport
-
-        return DeviceCollectiveTransport(channel)
-    from .transports.collective import CollectiveTransport
-
-    return CollectiveTransport(channel)
-
-
-def _open_direct(channel: Channel) -> Any:
-    from .transports.direct import DirectTransport, symmetric_memory
-
-    return DirectTransport(channel, symmetric_memory(channel))
+    name = group.transports(device)[0] if asked == "auto" else asked
+    module = ("direct" if device == "cuda" else "loopback") if name == "loopback" else name
+    # Every fallible step is agreed upon, an import too.
+    connect = group.agree(
+        channel.configuration.name,
+        f"import {module}",
+        lambda: importlib.import_module(f".transports.{module}", __package__).connect,
+    )
+    channel.transport = connect(channel)
+    channel.transport_name = name
+    channel.why = "asked for" if asked != "auto" else f"the transport for {group.described} on {device}"

@@ -19,9 +19,7 @@ class Group(Protocol):
     described: str
 
     def transports(self, device_type: str) -> tuple[str, ...]:
-        """Transports that are possible, the one that `auto` prefers first."""
-
-    def device_type(self, asked: str | torch.device | None) -> str: ...
+        """Transports that are possible, the one that `auto` takes first."""
 
     def device(self, asked: str | torch.device | None) -> torch.device: ...
 
@@ -31,8 +29,9 @@ class Group(Protocol):
     def leave(self, name: str, why: str) -> None:
         """This rank takes no further part in a channel."""
 
-    def agree(self, step: str, action: Callable[[], T], value: object = None) -> T:
-        """Run a fallible step. Raises on every rank where one rank fails, or where `value` is not equal everywhere."""
+    def agree(self, name: str, step: str, action: Callable[[], T], *, equal: bool = False) -> T:
+        """Run a fallible step in the making of channel `name`. Raises on every rank where one rank fails or is at
+        another step, or, with `equal`, where the results are not equal. Steps do not nest."""
 
 
 class LoopbackGroup:
@@ -66,7 +65,7 @@ class Board:
         changed: guards everything here, and is notified of every change.
         values: what each rank that made its channel gave.
         failure: why no rank may go on, or None.
-        threads: the thread that each rank was last seen on; not its number, which a later thread may get again.
+        threads: the thread that each rank last started on; not its number, which a later thread may get again.
         shared: whatever a transport keeps here.
     """
 
@@ -84,13 +83,10 @@ class LoopbackRank:
         self.described = f"a loopback group of {group.world}"
 
     def transports(self, device_type: str) -> tuple[str, ...]:
-        return ("loopback",)
-
-    def device_type(self, asked: str | torch.device | None) -> str:
-        return self.device(asked).type
+        return ("loopback", "direct") if device_type == "cuda" else ("loopback",)
 
     def device(self, asked: str | torch.device | None) -> torch.device:
-        if asked is not None and _with_index(torch.device(asked)) != self.group.device:
+        if asked is not None and _device(asked) != self.group.device:
             raise ValueError(
                 f"torch_sparse_mla::Channel.create: argument 'device': got {asked}; allowed: {self.group.device}, "
                 "the loopback group's"
@@ -105,7 +101,7 @@ class LoopbackRank:
 
     def leave(self, name: str, why: str) -> None:
         """End this rank's part: its peers fail from now on; once all left, the name is free again."""
-        board = self.group.boards.get(name)
+        board = self.group.boards.get(name) if isinstance(name, str) else None
         if board is None:
             return
         with board.changed:
@@ -115,23 +111,32 @@ class LoopbackRank:
         if not board.values:
             self.group.boards.pop(name, None)
 
-    def agree(self, step: str, action: Callable[[], T], value: object = None) -> T:
+    def agree(self, name: str, step: str, action: Callable[[], T], *, equal: bool = False) -> T:
         """Ranks come one after another, so an earlier rank learns of a failure at its next call."""
-        if value is None:
-            return action()
-        result = action()
-        board = self.board(value.name)
-        with board.changed:
+        board = self.board(name) if isinstance(name, str) else Board()
+        # A second channel of the same name and rank is refused, and takes nothing from the first.
+        again = equal and self.rank in board.values
+        try:
             if board.failure:
-                raise RuntimeError(f"torch_sparse_mla channel '{value.name}': {board.failure}")
+                raise RuntimeError(f"torch_sparse_mla channel '{name}': {board.failure}")
+            result = action()
+            if equal and not again:
+                self._join(board, result)
+        except BaseException as error:
+            if not again:
+                self.leave(name, f"rank {self.rank} could not make its channel: {step}: {error}")
+            raise
+        return result
+
+    def _join(self, board: Board, value: object) -> None:
+        with board.changed:
             for rank, other in board.values.items():
                 if other != value:
-                    board.failure = f"rank {self.rank} gave {value}, rank {rank} gave {other}"
-                    board.changed.notify_all()
-                    raise ValueError(f"torch_sparse_mla::Channel.create: {board.failure}; allowed: equal arguments")
+                    raise ValueError(
+                        f"torch_sparse_mla::Channel.create: rank {self.rank} gave {value}, rank {rank} gave {other}; "
+                        "allowed: equal arguments"
+                    )
             board.values[self.rank] = value
-            board.threads[self.rank] = threading.current_thread()
-        return result
 
 
 class ProcessRank:
@@ -144,17 +149,12 @@ class ProcessRank:
         self.described = f"a {self.backend} group of {self.world}"
 
     def transports(self, device_type: str) -> tuple[str, ...]:
-        if device_type == "cpu":
-            return ("collective",)
-        return ("direct", "collective") if "nccl" in self.backend else ("direct",)
-
-    def device_type(self, asked: str | torch.device | None) -> str:
-        if asked is not None:
-            return torch.device(asked).type
-        return "cuda" if "nccl" in self.backend else "cpu"
+        return ("collective",) if device_type == "cpu" else ("direct",)
 
     def device(self, asked: str | torch.device | None) -> torch.device:
-        return _with_index(torch.device(self.device_type(asked) if asked is None else asked))
+        if asked is None:
+            asked = "cuda" if "nccl" in self.backend else "cpu"
+        return _device(asked)
 
     def local_name(self, name: str) -> str:
         return name
@@ -162,27 +162,55 @@ class ProcessRank:
     def leave(self, name: str, why: str) -> None:
         """Peers find out by themselves: from a message that fails, or by the timeout."""
 
-    def agree(self, step: str, action: Callable[[], T], value: object = None) -> T:
+    def agree(self, name: str, step: str, action: Callable[[], T], *, equal: bool = False) -> T:
+        result, told = self._tell(step, action, equal)
+        for rank, value in enumerate(told):
+            if value != told[0]:
+                raise ValueError(
+                    f"torch_sparse_mla::Channel.create: rank 0 gave {told[0]}, rank {rank} gave {value}; "
+                    "allowed: equal arguments"
+                )
+        return result
+
+    def word_of_first(self, step: str, action: Callable[[], T]) -> T:
+        """What the action gave on rank 0."""
+        return self._tell(step, action, True)[1][0]
+
+    def _tell(self, step: str, action: Callable[[], T], share: bool) -> tuple[T, list[Any]]:
+        """Run the action. Returns its result, and with `share` the results of all ranks."""
         result, failure = None, None
         try:
             result = action()
         except Exception as error:
             failure = error
+        message = None if failure is None else f"{type(failure).__name__}: {failure}"
         told: list[Any] = [None] * self.world
-        mine = (None if failure is None else f"{type(failure).__name__}: {failure}", value)
-        dist.all_gather_object(told, mine, group=self.group)
+        dist.all_gather_object(told, (step, message, result if share else None), group=self.group)
         if failure is not None:
             raise failure
-        for rank, (message, _) in enumerate(told):
+        for rank, (other, message, _) in enumerate(told):
             if message is not None:
-                raise RuntimeError(f"torch_sparse_mla::Channel.create: {step}: rank {rank} failed: {message}")
-        for rank, (_, other) in enumerate(told):
-            if other != told[0][1]:
-                raise ValueError(
-                    f"torch_sparse_mla::Channel.create: rank 0 gave {told[0][1]}, rank {rank} gave {other}; "
-                    "allowed: equal arguments"
+                raise RuntimeError(f"torch_sparse_mla::Channel.create: {other}: rank {rank} failed: {message}")
+        for rank, (other, _, _) in enumerate(told):
+            if other != told[0][0]:
+                raise RuntimeError(
+                    f"torch_sparse_mla::Channel.create: rank 0 is at step '{told[0][0]}', rank {rank} at step '{other}'"
                 )
-        return result
+        return result, [value for _, _, value in told]
+
+
+def _device(asked: object) -> torch.device:
+    try:
+        device = torch.device(asked)
+    except (RuntimeError, TypeError) as error:
+        given, cause = repr(asked), error
+    else:
+        if device.type in ("cpu", "cuda"):
+            return _with_index(device)
+        given, cause = str(device), None
+    raise ValueError(
+        f"torch_sparse_mla::Channel.create: argument 'device': got {given}; allowed: None, cpu or cuda, with a number"
+    ) from cause
 
 
 def _with_index(device: torch.device) -> torch.device:

@@ -40,6 +40,16 @@ TIMED_OUT = tl.constexpr(channels.TIMED_OUT)
 START_BEFORE_WAIT = tl.constexpr(channels.START_BEFORE_WAIT)
 WAIT_BEFORE_START = tl.constexpr(channels.WAIT_BEFORE_START)
 OTHER_CALL = tl.constexpr(channels.OTHER_CALL)
+OTHER_PLAN = tl.constexpr(channels.OTHER_PLAN)
+OTHER_STATE = tl.constexpr(channels.OTHER_STATE)
+CLOSED = tl.constexpr(channels.CLOSED)
+TAG = tl.constexpr(channels.TAG)
+# Two slabs, by parity of the epoch. Flag words, each [world]: the epoch that arrived; layers and plan, by parity.
+SLABS = tl.constexpr(2)
+LAYERS_ROW = tl.constexpr(1)
+PLAN_ROW = tl.constexpr(3)
+FLAG_ROWS = 5
+DIGEST_TILE = tl.constexpr(256)
 THREADS = tl.constexpr(32 * NUM_WARPS)
 # The interpreter runs programs one after another: a flag that is not there at once never comes.
 INTERPRETED_POLLS = tl.constexpr(3)
@@ -56,8 +66,7 @@ SCALARS = [
     "call_layers",
     "rank",
     "world",
-    "num_targets",
-    "peer_stride_16",
+    "tag",
     "timeout_ns",
 ]
 
@@ -87,15 +96,14 @@ def aot_configurations(capability: int) -> AotConfigurations:
         record, rows, columns = tile(record_bytes, unit)
         common = {"owner_offsets": "*i32:16", "state": "*i32:16", "peers": "*i64:16"}
         geometry = {"requests": "i32", "capacity": "i32", "slab_layer_16": "i64", "slab_16": "i64"}
-        geometry |= {"first_layer": "i32", "call_layers": "i32", "rank": "i32", "world": "i32"}
-        constexprs = {"UNIT": unit, "RECORD": record, "ROWS": rows, "COLUMNS": columns, "LAST": True, "NATIVE": True}
+        geometry |= {"first_layer": "i32", "call_layers": "i32", "rank": "i32", "world": "i32", "tag": "i32"}
         push = {name: layers[name] for name in layers} | common | {"owned_slots": "*i32:16"} | geometry
-        push |= {"page_stride": "i64", "page_size": "i32", "num_slots": "i32", "num_targets": "i32"}
+        push |= {"page_stride": "i64", "page_size": "i32", "num_slots": "i32"}
         wait = {name: layers[name] for name in layers if name.startswith("workspace")} | common | geometry
-        wait |= {"peer_stride_16": "i64", "timeout_ns": "i64"}
-        for flags in (True, False) if record_bytes == 656 else (True,):
-            form = {**constexprs, "FLAGS": flags, "SLABS": 2 if flags else 1}
-            suffix = f"{record_bytes}-{'flags' if flags else 'collective'}"
+        wait |= {"timeout_ns": "i64"}
+        for last in (True, False) if record_bytes in (656, 37) else (True,):
+            form = {"UNIT": unit, "RECORD": record, "ROWS": rows, "COLUMNS": columns, "LAST": last, "NATIVE": True}
+            suffix = f"{record_bytes}{'' if last else '-more-layers-follow'}"
             yield AotConfiguration(f"push-{suffix}", _push_kernel, push, form, OPTIONS)
             yield AotConfiguration(f"wait-{suffix}", _wait_kernel, wait, form, OPTIONS)
 
@@ -125,20 +133,19 @@ def _push_kernel(
     call_layers: tl.int32,
     rank: tl.int32,
     world: tl.int32,
-    num_targets: tl.int32,
+    tag: tl.int32,
     UNIT: tl.constexpr,
     RECORD: tl.constexpr,
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
     LAST: tl.constexpr,
-    FLAGS: tl.constexpr,
-    SLABS: tl.constexpr,
     NATIVE: tl.constexpr,
 ):
     """Own records to the own workspace and to the slab of every target; then, in the last launch, the flags."""
     block, layer = tl.program_id(0), tl.program_id(1)
-    host_error = tl.load(peers + num_targets + 1)
-    if tl.load(state + ERROR) != 0:
+    num_targets = world - 1
+    host_error = tl.load(peers + world)
+    if _is_refused(state, peers, host_error, tag, rank, NATIVE):
         return
     started = tl.load(state + STARTED)
     if started != tl.load(state + WAITED):
@@ -147,7 +154,7 @@ def _push_kernel(
     epoch = started + 1
     cache = _units(_choose(layer, cache_0, cache_1, cache_2, cache_3), UNIT)
     workspace = _units(_choose(layer, workspace_0, workspace_1, workspace_2, workspace_3), UNIT)
-    slab = ((epoch & 1) if SLABS == 2 else 0) * slab_16 + (first_layer + layer).to(tl.int64) * slab_layer_16
+    slab = (epoch & 1) * slab_16 + (first_layer + layer).to(tl.int64) * slab_layer_16
     stride = page_stride * (4 if UNIT == 4 else 1)
     columns = tl.arange(0, COLUMNS)
     base = tl.full((), 0, tl.int64)
@@ -177,11 +184,12 @@ def _push_kernel(
         if tl.atomic_add(state + START_BLOCKS, 1, sem="acq_rel", scope="sys") == blocks - 1:
             tl.store(state + START_BLOCKS, 0)
             tl.store(state + STARTED, epoch)
-            if FLAGS:
-                for target in range(num_targets):
-                    flags = _pointer(peers, tl.load(peers + 1 + target) + SLABS * slab_16).to(tl.pointer_type(tl.int32))
-                    tl.store(flags + (1 + (epoch & 1)) * world + rank, call_layers)
-                    _store_release(flags + rank, epoch, NATIVE)
+            digest = _plan_digest(owner_offsets, requests * (world + 1))
+            for target in range(num_targets):
+                flags = _pointer(peers, tl.load(peers + 1 + target) + SLABS * slab_16).to(tl.pointer_type(tl.int32))
+                tl.store(flags + (LAYERS_ROW + (epoch & 1)) * world + rank, call_layers)
+                tl.store(flags + (PLAN_ROW + (epoch & 1)) * world + rank, digest)
+                _store_release(flags + rank, epoch, NATIVE)
     else:
         _fence(NATIVE)
 
@@ -203,22 +211,20 @@ def _wait_kernel(
     call_layers: tl.int32,
     rank: tl.int32,
     world: tl.int32,
-    peer_stride_16: tl.int64,
+    tag: tl.int32,
     timeout_ns: tl.int64,
     UNIT: tl.constexpr,
     RECORD: tl.constexpr,
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
     LAST: tl.constexpr,
-    FLAGS: tl.constexpr,
-    SLABS: tl.constexpr,
     NATIVE: tl.constexpr,
 ):
     """Peer by peer: wait for its flag, then bring its segments from the own slab into the workspace."""
     block, layer = tl.program_id(0), tl.program_id(1)
     own = tl.load(peers)
-    host_error = tl.load(peers + (world if FLAGS else 2))
-    if tl.load(state + ERROR) != 0:
+    host_error = tl.load(peers + world)
+    if _is_refused(state, peers, host_error, tag, rank, NATIVE):
         return
     waited = tl.load(state + WAITED)
     epoch = waited + 1
@@ -226,19 +232,19 @@ def _wait_kernel(
         _record_error(state, peers, host_error, WAIT_BEFORE_START, rank, waited, NATIVE)
         return
     workspace = _units(_choose(layer, workspace_0, workspace_1, workspace_2, workspace_3), UNIT)
-    slab = own + ((epoch & 1) if SLABS == 2 else 0) * slab_16 + (first_layer + layer).to(tl.int64) * slab_layer_16
+    slab = own + (epoch & 1) * slab_16 + (first_layer + layer).to(tl.int64) * slab_layer_16
     columns = tl.arange(0, COLUMNS)
+    flags = _pointer(peers, own + SLABS * slab_16).to(tl.pointer_type(tl.int32))
+    memory = _units(_pointer(peers, slab), UNIT)
+    digest = _plan_digest(owner_offsets, requests * (world + 1))
     failed = 0
     for step in range(1, world):
         peer = (rank + step) % world
-        if FLAGS:  # noqa: SIM102  (a constant: without flags nothing is compiled)
-            if failed == 0:
-                flags = _pointer(peers, own + SLABS * slab_16).to(tl.pointer_type(tl.int32))
-                failed = _await(flags, peer, world, epoch, call_layers, timeout_ns, NATIVE)
-                if failed != 0:
-                    _record_error(state, peers, host_error, failed, peer, epoch, NATIVE)
         if failed == 0:
-            memory = _units(_pointer(peers, slab + peer * peer_stride_16), UNIT)
+            failed = _await(flags, peer, world, epoch, call_layers, digest, timeout_ns, NATIVE)
+            if failed != 0:
+                _record_error(state, peers, host_error, failed, peer, epoch, NATIVE)
+        if failed == 0:
             base = tl.full((), 0, tl.int64)
             for request in range(requests):
                 begin, end = _segment(owner_offsets, request, peer, world, capacity)
@@ -261,7 +267,7 @@ def _wait_kernel(
 
 
 @triton.jit
-def _await(flags, peer, world, epoch, call_layers, timeout_ns, NATIVE: tl.constexpr):
+def _await(flags, peer, world, epoch, call_layers, digest, timeout_ns, NATIVE: tl.constexpr):
     """Poll until the peer's flag reaches the epoch. Returns 0, or the error."""
     behind = tl.atomic_add(flags + peer, 0, sem="acquire", scope="sys") - epoch
     polls = 0
@@ -276,28 +282,60 @@ def _await(flags, peer, world, epoch, call_layers, timeout_ns, NATIVE: tl.conste
     result = 0
     if behind < 0:
         result = TIMED_OUT
-    elif tl.load(flags + (1 + (epoch & 1)) * world + peer, cache_modifier=".cv") != call_layers:
+    elif tl.load(flags + (LAYERS_ROW + (epoch & 1)) * world + peer, cache_modifier=".cv") != call_layers:
         result = OTHER_CALL
+    elif tl.load(flags + (PLAN_ROW + (epoch & 1)) * world + peer, cache_modifier=".cv") != digest:
+        result = OTHER_PLAN
     return result
+
+
+@triton.jit
+def _is_refused(state, peers, host_error, tag, rank, NATIVE: tl.constexpr):
+    """Whether the state is another channel's, or tells of an error. Of these two nothing but this call knows: another
+    channel's state, which is left alone, and a replay after close."""
+    error = tl.load(state + ERROR)
+    if tl.load(state + TAG) != tag:
+        error = OTHER_STATE
+    if (error == OTHER_STATE) | (error == CLOSED):
+        _tell_host(peers, host_error, error, rank, tl.load(state + STARTED), NATIVE)
+    return error != 0
 
 
 @triton.jit
 def _record_error(state, peers, host_error, code, peer, epoch, NATIVE: tl.constexpr):
     """Keep the first error, on the device for later kernels and in host memory for the next eager call."""
     if tl.atomic_cas(state + ERROR, 0, code, sem="acq_rel", scope="sys") == 0:
-        host = _pointer(peers, host_error).to(tl.pointer_type(tl.int32))
         tl.store(state + ERROR_PEER, peer)
         tl.store(state + ERROR_EPOCH, epoch)
-        tl.store(host + 1, peer)
-        tl.store(host + 2, epoch)
-        _store_release(host, tl.full((), 0, tl.int32) + code, NATIVE)
+        _tell_host(peers, host_error, tl.full((), 0, tl.int32) + code, peer, epoch, NATIVE)
+
+
+@triton.jit
+def _tell_host(peers, host_error, code, peer, epoch, NATIVE: tl.constexpr):
+    host = _pointer(peers, host_error).to(tl.pointer_type(tl.int32))
+    tl.store(host + 1, peer)
+    tl.store(host + 2, epoch)
+    _store_release(host, code, NATIVE)
 
 
 @triton.jit
 def _segment(owner_offsets, request, owner, world, capacity):
     """Where an owner's records lie in a request's union; whatever the plan says, within the request's capacity."""
     offsets = owner_offsets + request * (world + 1) + owner
-    return tl.maximum(tl.load(offsets), 0), tl.minimum(tl.load(offsets + 1), capacity)
+    begin = tl.minimum(tl.maximum(tl.load(offsets), 0), capacity)
+    return begin, tl.minimum(tl.maximum(tl.load(offsets + 1), 0), capacity)
+
+
+@triton.jit
+def _plan_digest(owner_offsets, words):
+    """A sum of the owner offsets with odd weights: two plans that differ in one word never have the same."""
+    digest = tl.full((), 0, tl.int64)
+    for first in range(0, words, DIGEST_TILE):
+        word = first + tl.arange(0, DIGEST_TILE)
+        offsets = tl.load(owner_offsets + word, mask=word < words, other=0)
+        weights = word.to(tl.int64) * 0x1E3779B2 + 1
+        digest += tl.sum(offsets * (weights & 0x7FFFFFFF) & 0xFFFFFFFF)
+    return digest.to(tl.int32)
 
 
 @triton.jit

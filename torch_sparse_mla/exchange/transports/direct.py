@@ -1,23 +1,25 @@
 """Peer memory on GPUs: a kernel stores each owned record where it belongs in the slab of every peer, then the flags.
 
 The memory of a rank: two slabs [layers, capacity_records, record_bytes], by parity of the epoch, then int32 words
-[3, world] that peers write at their own rank: the epoch that arrived, and for each parity the layers of that call.
+[5, world] that peers write at their own rank: the epoch that arrived, and for each parity the layers of that call and
+a digest of its owner offsets.
 Loopback ranks share a device, and run the same kernels on the same layout.
 """
 
 import dataclasses
+import importlib
 import threading
 from typing import Any
 
 import torch
 
+from .. import triton_kernels as kernels
 from ..channel import CLOSED, ERROR, ExchangeError
 from ..contract import ExchangeCall
-from ..group import Board
+from ..group import Board, LoopbackRank
 from . import launching
 
 SLABS = 2
-FLAG_ROWS = 3
 # Memory of closed channels that a CUDA graph may still write: a graph cannot be asked whether it is alive.
 _kept_for_graphs: list[object] = []
 
@@ -40,7 +42,7 @@ class PeerMemory:
 
 
 def memory_bytes(channel: Any) -> int:
-    return SLABS * launching.slab_bytes(channel) + -(-4 * FLAG_ROWS * channel.world // 16) * 16
+    return SLABS * launching.slab_bytes(channel) + -(-4 * kernels.FLAG_ROWS * channel.world // 16) * 16
 
 
 def loopback_memory(channel: Any) -> PeerMemory:
@@ -51,57 +53,75 @@ def loopback_memory(channel: Any) -> PeerMemory:
         board.shared["memory"] = torch.zeros(size, dtype=torch.uint8, device=channel.device)
         board.shared["issued"] = [0] * channel.world
         board.shared["places"] = [None] * channel.world
+        board.shared["captured"] = False
         launching.synchronise(channel.device)
     memory = board.shared["memory"]
     return PeerMemory(memory[channel.rank], [rank.data_ptr() for rank in memory], memory, board)
 
 
 def symmetric_memory(channel: Any) -> PeerMemory:
-    """PyTorch symmetric memory. Each fallible step is agreed upon, and nobody goes on before all memory is zero."""
-    import torch.distributed._symmetric_memory as symmetric
-
-    group, size = channel.group, memory_bytes(channel)
-    own = group.agree("allocate", lambda: symmetric.empty(size, dtype=torch.uint8, device=channel.device))
-    handle = group.agree("map peers", lambda: symmetric.rendezvous(own, group.group.group_name))
+    """PyTorch symmetric memory. Nobody goes on before all memory is zero."""
+    group, name, size = channel.group, channel.configuration.name, memory_bytes(channel)
+    symmetric = group.agree(
+        name, "import symmetric memory", lambda: importlib.import_module("torch.distributed._symmetric_memory")
+    )
+    own = group.agree(name, "allocate", lambda: symmetric.empty(size, dtype=torch.uint8, device=channel.device))
+    handle = group.agree(name, "map peers", lambda: symmetric.rendezvous(own, group.group.group_name))
 
     def clear() -> None:
         own.zero_()
         launching.synchronise(channel.device)
 
-    group.agree("clear", clear)
+    group.agree(name, "clear", clear)
     return PeerMemory(own, list(handle.buffer_ptrs), handle)
+
+
+def connect(channel: Any) -> "DirectTransport":
+    group, name = channel.group, channel.configuration.name
+    if isinstance(group, LoopbackRank):
+        memory = group.agree(name, "memory", lambda: loopback_memory(channel))
+    else:
+        try:
+            memory = symmetric_memory(channel)
+        except Exception as error:
+            raise RuntimeError(
+                f"torch_sparse_mla::Channel.create: transport direct: rank {channel.rank} on {channel.device} has no "
+                f"memory that all of {group.described} can write, which takes PyTorch symmetric memory: GPUs of one "
+                f"host with peer access: {error}"
+            ) from error
+    transport = group.agree(name, "transport direct", lambda: DirectTransport(channel, memory))
+    group.agree(name, "compile kernels", lambda: launching.compile_kernels(channel, transport.peers))
+    return transport
 
 
 class DirectTransport:
     def __init__(self, channel: Any, memory: PeerMemory) -> None:
         self.channel, self.memory, self.board = channel, memory, memory.board
         rank, world = channel.rank, channel.world
-        self.host_error = launching.host_words(channel.device)
+        self.host_error = channel.host_words = launching.host_words(channel.device)
         targets = [memory.addresses[(rank + step) % world] for step in range(1, world)]
         self.peers = launching.address_table([memory.addresses[rank], *targets, self.host_error.data_ptr()], channel)
-        words = memory.own[SLABS * launching.slab_bytes(channel) :][: 4 * FLAG_ROWS * world].view(torch.int32)
+        words = memory.own[SLABS * launching.slab_bytes(channel) :][: 4 * kernels.FLAG_ROWS * world].view(torch.int32)
         self.flags = words[:world]
         self.captured = False
-        if self.board is not None:
-            self.board.shared["places"][rank] = _place(channel.state)
 
     def start(self, call: ExchangeCall) -> None:
         self._before(call)
-        if self.board is not None:
+        launching.push(call, self.peers)
+        if self.board is not None and not launching.is_capturing(call.state):
             self.board.shared["issued"][self.channel.rank] += 1
             self.board.shared["places"][self.channel.rank] = _place(call.state)
-        launching.push(call, self.peers, self.channel.world - 1, flags=True)
 
     def wait(self, call: ExchangeCall) -> None:
         self._before(call)
         self._refuse_own_stream(call, 0)
-        launching.wait(call, self.peers, 0, flags=True)
+        launching.wait(call, self.peers)
 
     def refuse_if_alone(self, call: ExchangeCall) -> None:
         self._refuse_own_stream(call, 1)
 
     def close(self) -> None:
-        """Memory of a channel that no graph captured is given back; else replays find the error and do nothing."""
+        """Memory of a channel that no graph captured is given back; else replays find the error and tell the host."""
         if self.captured:
             self.channel.state[ERROR] = CLOSED
             _kept_for_graphs.append((self.memory, self.peers, self.host_error, self.channel.state))
@@ -110,14 +130,21 @@ class DirectTransport:
 
     def _before(self, call: ExchangeCall) -> None:
         """Raise what is known to be wrong, without waiting for the device."""
-        launching.raise_host_error(self.channel, self.host_error)
+        self.channel.raise_recorded(self.host_error.tolist())
         if self.board is not None and self.board.failure:
             raise ExchangeError(f"torch_sparse_mla channel '{self.channel.name}': {self.board.failure}")
-        self.captured = self.captured or launching.is_capturing(call.state)
+        if launching.is_capturing(call.state):
+            self.captured = True
+            if self.board is not None:
+                self.board.shared["captured"] = True
 
     def _refuse_own_stream(self, call: ExchangeCall, ahead: int) -> None:
-        """Loopback ranks: a wait for a peer whose start will be queued behind it can only time out."""
-        if self.board is None or launching.is_capturing(call.state):
+        """Loopback ranks: a wait for a peer whose start will be queued behind it can only time out.
+
+        Where a peer starts is known from its last start; before its first one, and once there are graphs, whose replays
+        are not seen here, this waits, and the timeout ends it.
+        """
+        if self.board is None or self.board.shared["captured"] or launching.is_capturing(call.state):
             return
         issued, places = self.board.shared["issued"], self.board.shared["places"]
         needed = issued[self.channel.rank] + ahead
@@ -126,12 +153,12 @@ class DirectTransport:
                 continue
             raise ExchangeError(
                 f"torch_sparse_mla::{call.op}: channel '{self.channel.name}': rank {self.channel.rank}: rank {peer} "
-                "lives on the calling thread and stream and did not start, so it cannot come while this call waits; "
-                "call ce_exchange_start for every rank, then ce_exchange_wait for every rank, or give each rank a "
-                "stream or a thread of its own"
+                "was last seen on the calling thread and stream and did not start, so it would not come while this "
+                "call waits; call ce_exchange_start for every rank, then ce_exchange_wait for every rank, or give each "
+                "rank a stream or a thread of its own"
             )
 
 
 def _place(state: torch.Tensor) -> tuple[threading.Thread, int]:
-    """Where a rank was last seen."""
+    """Where a rank starts."""
     return threading.current_thread(), launching.current_stream(state)

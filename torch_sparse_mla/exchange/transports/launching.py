@@ -1,4 +1,4 @@
-"""What the CUDA transports share: sizes of a slab, tables of addresses, and the launches of push and wait."""
+"""What the CUDA transport launches: sizes of a slab, tables of addresses, and the launches of push and wait."""
 
 from typing import Any
 
@@ -6,7 +6,6 @@ import torch
 
 from ...triton_launch import on_device
 from .. import triton_kernels as kernels
-from ..channel import ERROR, ERROR_EPOCH, ERROR_PEER, STATE_WORDS
 from ..contract import ExchangeCall
 
 HOST_WORDS = 4
@@ -41,15 +40,6 @@ def host_words(device: torch.device) -> torch.Tensor:
     return words.pin_memory() if device.type == "cuda" else words
 
 
-def raise_host_error(channel: Any, words: torch.Tensor) -> None:
-    """Raise what an earlier kernel recorded, as far as it is known without waiting for the device."""
-    code, peer, epoch = words[:3].tolist()
-    if code:
-        recorded = [0] * STATE_WORDS
-        recorded[ERROR], recorded[ERROR_PEER], recorded[ERROR_EPOCH] = code, peer, epoch
-        channel.raise_recorded(recorded)
-
-
 def synchronise(device: torch.device) -> None:
     if device.type == "cuda":
         torch.cuda.synchronize(device)
@@ -63,13 +53,13 @@ def current_stream(tensor: torch.Tensor) -> int:
     return torch.cuda.current_stream(tensor.device).cuda_stream if tensor.is_cuda else 0
 
 
-def push(call: ExchangeCall, peers: torch.Tensor, num_targets: int, *, flags: bool) -> None:
-    """Store what this rank owns into its workspaces and into every target, and count the exchange as started."""
+def push(call: ExchangeCall, peers: torch.Tensor) -> None:
+    """Store what this rank owns into its workspaces and into every peer's slab, and count the exchange as started."""
     pages, page_size, _ = call.caches[0].shape
     unit = _unit(call)
     stride = call.caches[0].stride(0) // (VECTOR_BYTES if unit == UNIT_BYTES else 1)
     with on_device(call.state):
-        for first, grid, form in _launches(call, unit, flags):
+        for first, grid, form in _launches(call.channel, call.layers, unit):
             kernels._push_kernel[grid](
                 *_padded(call.caches, first),
                 *_padded(call.workspaces, first),
@@ -80,27 +70,50 @@ def push(call: ExchangeCall, peers: torch.Tensor, num_targets: int, *, flags: bo
                 stride,
                 page_size,
                 min(pages * page_size, INT32_MAX),
-                *_geometry(call, first),
-                num_targets,
+                *_geometry(call.channel, first, call.layers),
                 **form,
             )
 
 
-def wait(call: ExchangeCall, peers: torch.Tensor, peer_stride: int, *, flags: bool) -> None:
+def wait(call: ExchangeCall, peers: torch.Tensor) -> None:
     """Bring the peers' records from where they arrived into the workspaces, and count the exchange as waited for."""
-    timeout_ns = int(call.channel.configuration.timeout_s * 1e9)
     with on_device(call.state):
-        for first, grid, form in _launches(call, _unit(call), flags):
+        for first, grid, form in _launches(call.channel, call.layers, _unit(call)):
             kernels._wait_kernel[grid](
                 *_padded(call.workspaces, first),
                 call.owner_offsets,
                 call.state,
                 peers,
-                *_geometry(call, first),
-                peer_stride // VECTOR_BYTES,
-                timeout_ns,
+                *_geometry(call.channel, first, call.layers),
+                _timeout_ns(call.channel),
                 **form,
             )
+
+
+def compile_kernels(channel: Any, peers: torch.Tensor) -> None:
+    """Compile what the calls of a channel launch, so that no rank compiles while a peer's clock runs. CUDA only.
+
+    For aligned caches and workspaces where the record width allows 16-byte vectors; others compile at their first call.
+    """
+    if channel.device.type != "cuda":
+        return
+    record_bytes = channel.configuration.record_bytes
+    some = torch.zeros(VECTOR_BYTES, dtype=torch.uint8, device=channel.device)
+    words = some.view(torch.int32)
+    layers = [some] * kernels.LAYERS_PER_LAUNCH
+    unit = 1 if record_bytes % VECTOR_BYTES else UNIT_BYTES
+    with on_device(channel.state):
+        for first, grid, form in _launches(channel, channel.configuration.layers, unit):
+            geometry = _geometry(channel, first, channel.configuration.layers)
+            push = (*layers, *layers, words, words, channel.state, peers, 1, 1, 1, *geometry)
+            wait = (*layers, words, channel.state, peers, *geometry, _timeout_ns(channel))
+            for kernel, arguments in ((kernels._push_kernel, push), (kernels._wait_kernel, wait)):
+                # Loading the module is lazy too, and it may wait for kernels that run.
+                kernel.warmup(*arguments, grid=grid, **form)._init_handles()
+
+
+def _timeout_ns(channel: Any) -> int:
+    return int(channel.configuration.timeout_s * 1e9)
 
 
 def _unit(call: ExchangeCall) -> int:
@@ -112,29 +125,29 @@ def _unit(call: ExchangeCall) -> int:
     return UNIT_BYTES if aligned else 1
 
 
-def _launches(call: ExchangeCall, unit: int, flags: bool):
+def _launches(channel: Any, call_layers: int, unit: int):
     """First layer, grid and constants of each launch: of static sizes alone."""
-    sizes = call.channel.configuration
+    sizes = channel.configuration
     record, rows, columns = kernels.tile(sizes.record_bytes, unit)
-    for first in range(0, call.layers, kernels.LAYERS_PER_LAUNCH):
-        layers = min(kernels.LAYERS_PER_LAUNCH, call.layers - first)
+    for first in range(0, call_layers, kernels.LAYERS_PER_LAUNCH):
+        layers = min(kernels.LAYERS_PER_LAUNCH, call_layers - first)
         blocks = min(-(-sizes.capacity_records // rows), kernels.MAX_PROGRAMS // layers)
-        form = {"UNIT": unit, "RECORD": record, "ROWS": rows, "COLUMNS": columns, "FLAGS": flags}
-        form |= {"LAST": first + layers == call.layers, "SLABS": 2 if flags else 1}
-        yield first, (blocks, layers), {**form, "NATIVE": not kernels.interpreted(), **kernels.OPTIONS}
+        form = {"UNIT": unit, "RECORD": record, "ROWS": rows, "COLUMNS": columns}
+        form |= {"LAST": first + layers == call_layers, "NATIVE": not kernels.interpreted(), **kernels.OPTIONS}
+        yield first, (blocks, layers), form
 
 
-def _geometry(call: ExchangeCall, first: int) -> tuple[int, ...]:
-    channel = call.channel
+def _geometry(channel: Any, first: int, call_layers: int) -> tuple[int, ...]:
     return (
         channel.configuration.requests,
         channel.capacity_per_request,
         layer_bytes(channel) // VECTOR_BYTES,
         slab_bytes(channel) // VECTOR_BYTES,
         first,
-        call.layers,
+        call_layers,
         channel.rank,
         channel.world,
+        channel.tag,
     )
 
 

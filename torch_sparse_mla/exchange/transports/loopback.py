@@ -6,9 +6,13 @@ from typing import Any
 from ..channel import ERRORS, OTHER_CALL, OTHER_PLAN, STARTED, TIMED_OUT, WAITED, ExchangeError
 from ..contract import ExchangeCall
 from . import counters
-from .packing import owned_places, owned_records, place
+from .packing import owned_places, owned_records, place, plan_digest
 
 SLABS = 2
+
+
+def connect(channel: Any) -> "LoopbackTransport":
+    return channel.group.agree(channel.configuration.name, "transport loopback", lambda: LoopbackTransport(channel))
 
 
 class LoopbackTransport:
@@ -26,7 +30,7 @@ class LoopbackTransport:
         with self.board.changed:
             self._raise_failure(epoch)
             place(call, places, records)
-            self.slabs[self.channel.rank][epoch % SLABS] = (epoch, records)
+            self.slabs[self.channel.rank][epoch % SLABS] = (epoch, plan_digest(call), records)
             self.board.threads[self.channel.rank] = threading.current_thread()
             self.board.changed.notify_all()
         counters.count(call, STARTED, epoch)
@@ -34,21 +38,21 @@ class LoopbackTransport:
     def wait(self, call: ExchangeCall) -> None:
         epoch = counters.open_epoch(call)
         with self.board.changed:
-            self.board.threads[self.channel.rank] = threading.current_thread()
             for peer in self._peers():
                 self._await(peer, epoch)
         for peer in self._peers():
-            _, records = self.slabs[peer][epoch % SLABS]
+            _, digest, records = self.slabs[peer][epoch % SLABS]
             places = owned_places(call, peer)
             if len(records) != call.layers:
                 raise self.channel.error(ERRORS[OTHER_CALL].format(peer=peer), epoch)
-            if records.shape[1] != len(places):
+            if digest != plan_digest(call):
                 raise self.channel.error(ERRORS[OTHER_PLAN].format(peer=peer), epoch)
             place(call, places, records)
         counters.count(call, WAITED, epoch)
 
     def refuse_if_alone(self, call: ExchangeCall) -> None:
-        """A combined call waits, and peers that live on the calling thread cannot come meanwhile."""
+        """A combined call waits, and peers that start on the calling thread cannot come meanwhile. Where a peer starts
+        is known from its last start; before its first one this waits, and the timeout ends it."""
         epoch = counters.next_epoch(call)
         with self.board.changed:
             for peer in self._peers():
@@ -75,12 +79,12 @@ class LoopbackTransport:
             raise self.channel.error(ERRORS[TIMED_OUT].format(peer=peer, timeout=timeout), epoch)
 
     def _refuse_own_thread(self, peer: int, epoch: int, op: str) -> None:
-        if self.board.threads.get(peer) in (None, threading.current_thread()):
+        if self.board.threads.get(peer) is threading.current_thread():
             raise ExchangeError(
                 f"torch_sparse_mla::{op}: channel '{self.channel.name}': rank {self.channel.rank}, epoch {epoch}: "
-                f"rank {peer} lives on the calling thread and did not start, so it cannot come while this call waits; "
-                "call ce_exchange_start for every rank, then ce_exchange_wait for every rank, or run each rank on a "
-                "thread of its own"
+                f"rank {peer} was last seen on the calling thread and did not start, so it would not come while this "
+                "call waits; call ce_exchange_start for every rank, then ce_exchange_wait for every rank, or run each "
+                "rank on a thread of its own"
             )
 
     def _raise_failure(self, epoch: int) -> None:

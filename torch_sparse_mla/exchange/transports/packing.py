@@ -1,14 +1,21 @@
 """Pack and unpack on the CPU, in plain PyTorch: what `triton_kernels` does on a GPU."""
 
+import zlib
+
 import torch
 
 from ..contract import ExchangeCall
 
 
+def plan_digest(call: ExchangeCall) -> int:
+    """Equal where owner offsets are equal, and next to never where they are not."""
+    return zlib.crc32(call.owner_offsets.contiguous().numpy().tobytes())
+
+
 def owned_places(call: ExchangeCall, rank: int) -> torch.Tensor:
     """Workspace record indices of a rank's segments, in union order."""
     capacity = call.channel.capacity_per_request
-    offsets = call.owner_offsets.long().clamp(0, capacity)
+    offsets = _offsets(call)
     begins, ends = offsets[:, rank].tolist(), offsets[:, rank + 1].tolist()
     places = [
         torch.arange(request * capacity + begin, request * capacity + max(begin, end))
@@ -17,11 +24,16 @@ def owned_places(call: ExchangeCall, rank: int) -> torch.Tensor:
     return torch.cat(places)
 
 
+def _offsets(call: ExchangeCall) -> torch.Tensor:
+    """Owner offsets; whatever the plan says, within the request's capacity."""
+    return call.owner_offsets.long().clamp(0, call.channel.capacity_per_request)
+
+
 def owned_records(call: ExchangeCall, places: torch.Tensor) -> torch.Tensor:
     """This rank's records as they go out: [layers, records, record_bytes]. A slot that the cache lacks gives zeros."""
     pages, page_size, record_bytes = call.caches[0].shape
     capacity = call.channel.capacity_per_request
-    begins = call.owner_offsets[:, call.channel.rank].long()
+    begins = _offsets(call)[:, call.channel.rank]
     requests = places // capacity
     # The owned slots of a request lie at the beginning of its part, its records at their place in the union.
     slots = call.owned_slots[places - begins[requests]].long()
