@@ -44,6 +44,9 @@ class BuildNative(build_ext):
             ext.library_dirs.append(str(torch_dir / "lib"))
             super().build_extension(ext)
         except Exception as error:
+            # An older library would be taken for the one that these sources make.
+            for folder in (Path(self.build_lib), Path()):
+                (folder / self.get_ext_filename(NATIVE)).unlink(missing_ok=True)
             self._warn(error)
 
     def _warn(self, error: Exception) -> None:

@@ -54,3 +54,11 @@ def test_a_build_without_pytorch_says_so(tmp_path):
     assert result.returncode == 0, result.stderr
     assert "PyTorch is not installed where the build runs" in result.stderr
     assert "pip install --no-build-isolation" in result.stderr
+
+
+def test_a_failed_build_leaves_no_older_library(tmp_path):
+    tree = copy_of_the_build_files(tmp_path)
+    (tree / "torch_sparse_mla" / "_native.so").write_bytes(b"of other sources")
+    result = build(tree, CC="no-such-compiler", CXX="no-such-compiler")
+    assert result.returncode == 0, result.stderr
+    assert not list(tree.glob("torch_sparse_mla/*.so"))

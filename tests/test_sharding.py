@@ -156,3 +156,8 @@ def test_rejects_shapes_and_stride():
             sharding.local_slots(tokens, blocks, 16, 0, 1, 1)
     with pytest.raises(ValueError, match="stride_rows: got 15; allowed: None, or at least the page size 16"):
         sharding.local_slots(torch.zeros(2, 1), table, 16, 0, 1, 1, stride_rows=15)
+
+
+def test_global_positions_of_int32_tensors_pass_two_to_the_31():
+    local = torch.tensor([2**30], dtype=torch.int32)
+    assert sharding.global_position(3, local, 8, 4).tolist() == [sharding.global_position(3, 2**30, 8, 4)]

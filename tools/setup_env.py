@@ -114,14 +114,18 @@ def install_requirements(found: dict) -> None:
 
 
 def install_package() -> None:
-    if not (VENV / ".package").exists():
-        # A tree copied from another machine may bring a library, newer than its sources, that does not load here.
-        for stale in (ROOT / "torch_sparse_mla").glob("_native*.so"):
-            stale.unlink()
-        shutil.rmtree(ROOT / "build", ignore_errors=True)
+    # A library of other sources, or of another machine, must not be taken for the one that is built now.
+    for stale in (ROOT / "torch_sparse_mla").glob("_native*.so"):
+        stale.unlink()
+    shutil.rmtree(ROOT / "build", ignore_errors=True)
     pip_install("compile csrc, install torch_sparse_mla", "--no-build-isolation", "--editable", ROOT)
     report = "import torch_sparse_mla._ops as o; print('native library', o.native_library or o.native_error)"
     subprocess.run([VENV_PYTHON, "-c", "print(end='[setup] ');" + report], cwd=VENV.anchor, check=True)
+    if shutil.which("c++") and not list((ROOT / "torch_sparse_mla").glob("_native*.so")):
+        raise SystemExit(
+            "[setup] csrc did not compile, though there is a C++ compiler; "
+            f"'{VENV_PYTHON} setup.py build_ext --inplace' shows why"
+        )
 
 
 def install_lint() -> None:

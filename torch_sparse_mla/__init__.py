@@ -2,7 +2,12 @@
 
 from ._ops import SPLITTING_OPS, explain
 from .dcp import DcpSparseDecode, LinkCosts, run_loopback
-from .decode.api import merge_partial_attention, sparse_ckv_decode, sparse_ckv_decode_workspace_bytes
+from .decode.api import (
+    merge_partial_attention,
+    sparse_ckv_decode,
+    sparse_ckv_decode_workspace_bytes,
+    warmup_sparse_ckv_decode,
+)
 from .exchange.api import ce_exchange, ce_exchange_layers, ce_exchange_start, ce_exchange_wait
 from .exchange.channel import Channel, ExchangeError
 from .exchange.group import LoopbackGroup
@@ -38,5 +43,6 @@ __all__ = [
     "selection_plan_words",
     "sparse_ckv_decode",
     "sparse_ckv_decode_workspace_bytes",
+    "warmup_sparse_ckv_decode",
     "write_ckv_records",
 ]

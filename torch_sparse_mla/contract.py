@@ -4,15 +4,11 @@ import os
 
 import torch
 
+from .errors import reject as reject
 from .records.layouts import LAYOUTS, RecordLayout
 
 ALIGNMENT_BYTES = 16
 FLOAT_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
-
-
-def reject(op: str, argument: str, given: object, allowed: str) -> None:
-    """Raise the package's one form of argument error."""
-    raise ValueError(f"torch_sparse_mla::{op}: argument '{argument}': got {given}; allowed: {allowed}")
 
 
 def check_dtype(op: str, argument: str, tensor: torch.Tensor, allowed: tuple[torch.dtype, ...]) -> None:
@@ -73,6 +69,14 @@ def check_cache(op: str, cache: torch.Tensor, layout: RecordLayout) -> None:
         )
     if not is_fake(cache) and cache.data_ptr() % ALIGNMENT_BYTES:
         reject(op, "cache", "a misaligned first byte", f"storage aligned to {ALIGNMENT_BYTES} bytes")
+
+
+def refuse_gradients(op: str, **tensors: torch.Tensor | None) -> None:
+    """The operators have no gradient; the public functions say so rather than drop one in silence."""
+    if torch.is_grad_enabled():
+        for name, tensor in tensors.items():
+            if tensor is not None and tensor.requires_grad:
+                reject(op, name, "a tensor that requires a gradient", "torch.no_grad(), or a detached tensor")
 
 
 def is_fake(tensor: torch.Tensor) -> bool:

@@ -20,7 +20,8 @@ def local_position(token: Positions, world: int, interleave: int) -> Positions:
 
 
 def global_position(rank: int, local: Positions, world: int, interleave: int) -> Positions:
-    """The token at position `local` of a rank: the inverse of `owner` and `local_position`."""
+    """The token at position `local` of a rank, the inverse of the two above. A tensor comes back as int64."""
+    local = local.long() if isinstance(local, torch.Tensor) else local
     return (local // interleave * world + rank) * interleave + local % interleave
 
 

@@ -142,3 +142,12 @@ def test_compiled_code_rejects_at_trace_time():
     inputs = (*case.args()[:5], case.softmax_scale, "fp9_mla")
     with pytest.raises(Exception, match=r"torch_sparse_mla::sparse_ckv_decode: argument 'layout': got 'fp9_mla'"):
         torch.compile(decode_publicly, fullgraph=True, backend="aot_eager")(*inputs)
+
+
+def test_fakes_refuse_a_workspace_that_is_too_small():
+    case = make_case(topk=200)
+    with FakeTensorMode() as mode:
+        fakes = {name: mode.from_tensor(tensor) for name, tensor in case.tensors().items()}
+        fakes["workspace"] = torch.empty(len(case.workspace) - 1, dtype=torch.uint8)
+        with pytest.raises(ValueError, match=r"argument 'workspace': got .* bytes; allowed: at least"):
+            ops.sparse_ckv_decode(*dataclasses.replace(case, **fakes).args())

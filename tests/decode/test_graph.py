@@ -8,6 +8,9 @@ import dataclasses
 import pytest
 import torch
 
+import torch_sparse_mla
+from torch_sparse_mla.decode import triton_kernels
+
 from .cases import DecodeCase, assert_accurate, assert_same_bits, call, decode, make_case, random_records
 from .test_merge_partial_attention import make_partials, merge, merge_oracle
 
@@ -194,3 +197,20 @@ def test_merge_replays_with_other_partials():
         assert_same_bits((out.cpu(), lse.cpu()), merge("op-cuda", other_out, other_lse))
         expected_out, _ = merge_oracle(other_out, other_lse)
         torch.testing.assert_close(out.cpu().double(), torch.from_numpy(expected_out), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("layout", ["fp8_ds_mla", "bf16_mla_nope", "nvfp4_mla_nope"])
+@every_batch_mode
+def test_nothing_is_compiled_after_warmup(layout, batch_invariant):
+    """Any number of rows, list lengths, page sizes and caches."""
+    torch_sparse_mla.warmup_sparse_ckv_decode(5, layout, batch_invariant=batch_invariant)
+    before = num_compiled()
+    for rows, topk, page_size in ((1, 1, 1), (2, 130, 64), (15, 2051, 16), (16, 640, 64), (300, 96, 3)):
+        settings = {"rows": rows, "heads": 5, "topk": topk, "page_size": page_size, "lengths": [topk] * rows}
+        decode("op-cuda", make_case(layout=layout, batch_invariant=batch_invariant, **settings))
+    assert num_compiled() == before
+
+
+def num_compiled() -> int:
+    kernels = (triton_kernels._sparse_ckv_decode_kernel, triton_kernels._merge_partial_attention_kernel)
+    return sum(len(cache[0]) for kernel in kernels for cache in kernel.device_caches.values())

@@ -322,3 +322,30 @@ def test_merge_rejects_on_meta_tensors(argument, change, allowed):
     case = on_device(change, merge_case("meta"), "meta")
     with expect_rejection("merge_partial_attention", argument, allowed):
         torch.ops.torch_sparse_mla.merge_partial_attention(*case.args())
+
+
+def test_public_functions_refuse_gradients():
+    q = torch.zeros(1, 2, 512, requires_grad=True)
+    cache = torch.zeros(1, 4, 528, dtype=torch.uint8)
+    indices = torch.zeros(1, 3, dtype=torch.int32)
+    settings = {"softmax_scale": 1.0, "layout": "fp8_mla_nope"}
+    message = "argument '{}': got a tensor that requires a gradient; allowed: torch.no_grad"
+    with pytest.raises(ValueError, match=message.format("q")):
+        torch_sparse_mla.sparse_ckv_decode(q, cache, indices, **settings)
+    out = torch.zeros(1, 2, 512, requires_grad=True)
+    with pytest.raises(ValueError, match=message.format("out")):
+        torch_sparse_mla.sparse_ckv_decode(q.detach(), cache, indices, out=out, **settings)
+    with pytest.raises(ValueError, match=message.format("partial_out")):
+        torch_sparse_mla.merge_partial_attention(q[None], torch.zeros(1, 1, 2))
+    with torch.no_grad():
+        torch_sparse_mla.sparse_ckv_decode(q, cache, indices, **settings)
+
+
+def test_public_function_rejects_wrong_numbers_of_dimensions_by_name():
+    cache = torch.zeros(1, 4, 528, dtype=torch.uint8)
+    for q, indices, argument in (
+        (torch.zeros(512), torch.zeros(1, 3, dtype=torch.int32), "q"),
+        (torch.zeros(1, 2, 512), torch.tensor(3, dtype=torch.int32), "indices"),
+    ):
+        with pytest.raises(ValueError, match=f"argument '{argument}': got shape"):
+            torch_sparse_mla.sparse_ckv_decode(q, cache, indices, softmax_scale=1.0, layout="fp8_mla_nope")

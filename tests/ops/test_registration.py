@@ -203,3 +203,20 @@ def test_rejects_an_unknown_native_flag():
     result = run_python("import torch_sparse_mla", TORCH_SPARSE_MLA_NATIVE="maybe")
     assert result.returncode != 0
     assert "environment variable TORCH_SPARSE_MLA_NATIVE: got 'maybe'; allowed: 0 or 1" in result.stderr
+
+
+MENDED_IMPORT = """
+import os
+try:
+    import torch_sparse_mla
+except ValueError as error:
+    kept = error
+os.environ["TORCH_SPARSE_MLA_NATIVE"] = "1"
+import torch_sparse_mla
+print(torch_sparse_mla.explain("read_ckv_records")["kernel"])
+"""
+
+
+def test_a_bad_flag_leaves_the_process_able_to_import():
+    result = run_python(MENDED_IMPORT, TORCH_SPARSE_MLA_NATIVE="maybe")
+    assert result.stdout == "reference\n", result.stderr

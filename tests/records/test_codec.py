@@ -1,5 +1,7 @@
 """The codec against an independent byte-level model, bit by bit."""
 
+import re
+
 import numpy as np
 import pytest
 import torch
@@ -191,3 +193,24 @@ def test_cuda_codec_gives_the_same_bytes(layout, generator):
     records = quantise_records(latent.cuda(), rope_for(layout, rope.cuda()), layout)
     assert torch.equal(records.cpu(), expected)
     assert same_bits(decoded(records, layout).cpu(), decoded(expected, layout))
+
+
+@pytest.mark.parametrize(
+    "latent, rope, layout, message",
+    [
+        ((2, 512), None, "fp8", "'layout': got 'fp8'; allowed: one of bf16_mla"),
+        ((2, 256), None, "bf16_mla_nope", "'latent': got shape [2, 256]; allowed: shape [..., 512]"),
+        ((2, 512), (2, 64), "fp8_mla_nope", "'rope': got Tensor; allowed: None for layout fp8_mla_nope"),
+        ((2, 512), None, "fp8_ds_mla", "'rope': got NoneType; allowed: a [..., 64] tensor for layout fp8_ds_mla"),
+        ((2, 512), (2, 32), "fp8_ds_mla", "'rope': got shape [2, 32]; allowed: shape [..., 64]"),
+    ],
+)
+def test_quantise_rejects(latent, rope, layout, message):
+    with pytest.raises(ValueError, match=re.escape("torch_sparse_mla::quantise_records: argument " + message)):
+        quantise_records(torch.zeros(latent), None if rope is None else torch.zeros(rope), layout)
+
+
+@pytest.mark.parametrize(("width", "dtype"), [(528, torch.uint8), (656, torch.float32)])
+def test_dequantise_rejects(width, dtype):
+    with pytest.raises(ValueError, match="dequantise_records: argument 'records': got "):
+        dequantise_records(torch.zeros(2, width, dtype=dtype), "fp8_ds_mla")

@@ -300,3 +300,12 @@ def test_launches_on_the_tensors_device(generator):
     write_ckv_records(latent.to("cuda:1"), rope.to("cuda:1"), torch.tensor(slots, device="cuda:1"), cache, "fp8_ds_mla")
     assert torch.equal(cache.cpu(), expected)
     assert torch.cuda.current_device() == 0
+
+
+def test_a_token_beyond_the_cache_may_hold_anything():
+    """It is not written, so its values are nobody's concern."""
+    cache = torch.full((2, 4, 528), 0xA5, dtype=torch.uint8)
+    before = cache.clone()
+    latent = torch.full((2, 512), torch.nan)
+    write_ckv_records(latent, None, torch.tensor([-1, 8]), cache, "fp8_mla_nope")
+    assert torch.equal(cache, before)

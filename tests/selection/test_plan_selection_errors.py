@@ -153,3 +153,15 @@ def test_checked_mode_refuses_a_capture(monkeypatch):
     refused = pytest.raises(RuntimeError, match="plan_selection: TORCH_SPARSE_MLA_CHECK=1 synchronises")
     with refused, torch.cuda.graph(torch.cuda.CUDAGraph()):
         run("op-cuda", case)
+
+
+@pytest.mark.parametrize(
+    ("topk", "block_table", "argument"),
+    [((2, 4), (1, 3), "topk"), ((8,), (1, 3), "topk"), ((2, 8), (3,), "block_table")],
+)
+def test_public_function_refuses_other_shapes_than_reserved(topk, block_table, argument):
+    """The operator lays a plan out by K, the views by the reserved K: they must be one."""
+    selection = SelectionPlan(1, 2, 8, 2)
+    tensors = (torch.zeros(size, dtype=torch.int32) for size in (topk, block_table))
+    with pytest.raises(ValueError, match=f"plan_selection: argument '{argument}': got shape"):
+        plan_selection(*tensors, selection, page_size=4, interleave=1, rank=0)

@@ -22,9 +22,9 @@ def _define_namespace() -> torch.library.Library:
         ) from error
 
 
-def _load_native() -> tuple[str | None, str | None]:
+def _load_native(wanted: bool) -> tuple[str | None, str | None]:
     """Load the C++ library if it is there. Returns its path, or else the reason why it is not used."""
-    if not strict_flag("TORCH_SPARSE_MLA_NATIVE", default="1"):
+    if not wanted:
         return None, "TORCH_SPARSE_MLA_NATIVE=0"
     built = sorted(Path(__file__).parents[1].glob(_NATIVE_PATTERN))
     if not built:
@@ -48,7 +48,8 @@ def _register_op(op: Op) -> None:
 def _register_kernels(op: Op) -> None:
     if not _has_kernel(op, "CPU"):
         library.impl(op.name, op.reference, "CPU")
-    if torch.cuda.is_available() and not _has_kernel(op, "CUDA"):
+    # Whether there is a GPU is not asked here: the question starts the driver, which a later fork would not survive.
+    if torch.backends.cuda.is_built() and not _has_kernel(op, "CUDA"):
         library.impl(op.name, _triton_or_error(op), "CUDA")
 
 
@@ -110,11 +111,13 @@ def _explain_cuda(op: Op) -> tuple[str, str]:
     return "triton", "the portable CUDA kernel, for sm_80 and newer"
 
 
+# Before the namespace is taken: a bad value must not leave the process unable to import again.
+_native_wanted = strict_flag("TORCH_SPARSE_MLA_NATIVE", default="1")
 # Alive as long as the process: PyTorch drops the operators when the Library object dies.
 library = _define_namespace()
 for _op in OPS.values():
     _register_op(_op)
-native_library, native_error = _load_native()
+native_library, native_error = _load_native(_native_wanted)
 _python_cpu_ops = {name for name, op in OPS.items() if not _has_kernel(op, "CPU")}
 for _op in OPS.values():
     _register_kernels(_op)

@@ -7,6 +7,7 @@ import logging
 import platform
 import sys
 import warnings
+from importlib.metadata import version
 from itertools import chain
 from pathlib import Path
 
@@ -310,6 +311,7 @@ def _write_json(options: argparse.Namespace, device: torch.device, runs: list[di
     header = {
         "torch_sparse_mla": __version__,
         "torch": torch.__version__,
+        "transformers": version("transformers"),
         "device": _device_name(device),
         "kernel": explain("sparse_ckv_decode", device)["kernel"],
         "dtype": options.dtype,

@@ -3,7 +3,8 @@
 import torch
 
 from .. import _ops  # noqa: F401  (registers the operators)
-from ..records.layouts import LATENT_DIM
+from ..contract import refuse_gradients
+from ..records.layouts import LATENT_DIM, LAYOUTS
 from .contract import compute_dtype, sparse_ckv_decode_workspace_bytes
 
 
@@ -38,12 +39,15 @@ def sparse_ckv_decode(
         out: [rows, heads, 512], contiguous; overwritten; 0 for an empty row. Allocated in q's dtype when None.
         lse: [rows, heads] float32; natural log of the sum of exponentials of scaled scores; -inf for an empty row.
         workspace: uint8, `sparse_ckv_decode_workspace_bytes(rows, heads, K, batch_invariant)` bytes or more.
-        batch_invariant: give a row the same bits whatever the number of rows in the call.
+        batch_invariant: give a row the same bits whatever the number of rows in the call. Slower; rows are launched in
+            groups, so that partial results stay below 34 MB.
     Returns: (out, lse).
     Raises: ValueError for an argument that does not fit. An index beyond the cache counts as absent (checked mode,
         `TORCH_SPARSE_MLA_CHECK=1`, raises and names the row).
-    Capture: safe when out, lse and workspace are given; lengths, indices and records may change between replays.
+    Capture: safe when out, lse and workspace are given and the kernels are there (`warmup_sparse_ckv_decode`);
+        lengths, indices and records may change between replays.
     """
+    refuse_gradients("sparse_ckv_decode", q=q, out=out, lse=lse)
     # A wrong number of dimensions is for the operator to refuse, by name.
     rows, num_heads = (*q.shape, 0, 0)[:2]
     topk = indices.shape[-1] if indices.dim() else 1
@@ -58,6 +62,49 @@ def sparse_ckv_decode(
         q, cache, indices, lengths, sink, out, lse, workspace, softmax_scale, layout, batch_invariant
     )
     return out, lse
+
+
+def warmup_sparse_ckv_decode(
+    num_heads: int,
+    layout: str,
+    *,
+    device: str | torch.device = "cuda",
+    q_dtype: torch.dtype = torch.bfloat16,
+    out_dtype: torch.dtype | None = None,
+    with_lengths: bool = True,
+    with_sink: bool = False,
+    batch_invariant: bool = False,
+) -> None:
+    """Compile and load every kernel that `sparse_ckv_decode` may launch for these types, whatever the number of rows.
+
+    Call it once per device before the first capture, so that nothing is compiled while a graph is being captured or at
+    the first long prompt. Runs the operator on a few small inputs; does nothing worth its time on the CPU.
+
+    Args:
+        num_heads, layout: as in the calls to come.
+        device: where they run.
+        q_dtype, out_dtype: of their tensors; `out` has q's type when None.
+        with_lengths, with_sink: whether they pass `lengths` and `sink`.
+        batch_invariant: as in the calls to come.
+    Raises: ValueError as `sparse_ckv_decode` does.
+    """
+    dim = LAYOUTS[layout].query_dim if layout in LAYOUTS else 0
+    width = LAYOUTS[layout].record_bytes if layout in LAYOUTS else 0
+    cache = torch.zeros(1, 1, width, dtype=torch.uint8, device=device)
+    # Few rows and many, in one part and in several.
+    for rows, topk in ((1, 1), (1, 1024), (16, 1), (16, 1024)):
+        q = torch.zeros(rows, num_heads, dim, dtype=q_dtype, device=device)
+        sparse_ckv_decode(
+            q,
+            cache,
+            torch.zeros(rows, topk, dtype=torch.int32, device=device),
+            softmax_scale=1.0,
+            layout=layout,
+            lengths=torch.ones(rows, dtype=torch.int32, device=device) if with_lengths else None,
+            sink=torch.zeros(num_heads, device=device) if with_sink else None,
+            out=torch.empty(rows, num_heads, LATENT_DIM, dtype=out_dtype or q_dtype, device=device),
+            batch_invariant=batch_invariant,
+        )
 
 
 def merge_partial_attention(
@@ -80,6 +127,7 @@ def merge_partial_attention(
     Raises: ValueError for an argument that does not fit.
     Capture: safe when out and lse are given.
     """
+    refuse_gradients("merge_partial_attention", partial_out=partial_out, partial_lse=partial_lse, out=out, lse=lse)
     if out is None:
         out = torch.empty(partial_out.shape[1:], dtype=partial_out.dtype, device=partial_out.device)
     if lse is None:

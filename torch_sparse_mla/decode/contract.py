@@ -99,11 +99,15 @@ def check_sparse_ckv_decode(
     _check_outputs(op, q.dtype, sink, out, lse, rows, num_heads)
     check_dtype(op, "workspace", workspace, (torch.uint8,))
     check_contiguous(op, "workspace", workspace)
-    if is_fake(q):
+    sizes = (rows, num_heads, indices.shape[1])
+    # Symbolic sizes would turn the split of the lists into guards of the compiled graph.
+    if any(isinstance(size, torch.SymInt) for size in (*sizes, workspace.numel())):
         return record_layout
-    needed = sparse_ckv_decode_workspace_bytes(rows, num_heads, indices.shape[1], batch_invariant)
+    needed = sparse_ckv_decode_workspace_bytes(*sizes, batch_invariant)
     if workspace.numel() < needed:
         reject(op, "workspace", f"{workspace.numel()} bytes", f"at least sparse_ckv_decode_workspace_bytes = {needed}")
+    if is_fake(q):
+        return record_layout
     if needed and workspace.data_ptr() % ALIGNMENT_BYTES:
         reject(op, "workspace", "a misaligned first byte", f"storage aligned to {ALIGNMENT_BYTES} bytes")
     check_no_overlap(

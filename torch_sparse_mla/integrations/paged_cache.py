@@ -74,7 +74,21 @@ class TokenPages:
         self.ranks = LoopbackRanks() if settings.dcp.strategy != "in_place" else None
         # The most Shared layers that follow a Full layer.
         self.shared_layers = 0
-        self._new = self._selected = (None, None, None)
+        self._new = (None, None, None)
+        self._resized: TokenPages | None = None
+        self.forget_selection()
+
+    def forget_selection(self) -> None:
+        """Let go of the last forward's selection and mask, which grows with queries x context."""
+        self._selected = (None, None, None)
+
+    def of_batch(self, batch: int) -> "TokenPages":
+        """These pages, or those of another number of sequences: one object for all layers that ask in turn."""
+        if batch == self.batch:
+            return self
+        if self._resized is None or self._resized.batch != batch:
+            self._resized = TokenPages(self.settings, batch, self.max_len, self.block_table.device)
+        return self._resized
 
     def blocks_of(self, length: int) -> int:
         """Pages that a sequence of `length` tokens takes on shard 0, which holds the most."""
@@ -158,7 +172,7 @@ class SparseMlaLayer(CacheLayerMixin):
         self.batch_size = pages.batch
         shape = (pages.num_pages, settings.page_size, LAYOUTS[settings.layout].record_bytes)
         device = pages.block_table.device
-        self.records = [torch.empty(shape, dtype=torch.uint8, device=device) for _ in range(settings.dcp.world)]
+        self.records = [_pool(shape, torch.uint8, device) for _ in range(settings.dcp.world)]
         self.index_keys: torch.Tensor | None = None
         self.is_initialized = True
         # This step's latents and RoPE parts, for records that were fetched before they were written.
@@ -166,6 +180,8 @@ class SparseMlaLayer(CacheLayerMixin):
         # The Shared layers that reuse this layer's selection, in order; a Shared layer's place among them.
         self.followers: list[SparseMlaLayer] = []
         self.place: int | None = None
+        # Set in the first layer of a cache while a forward runs, and left so by one that fails.
+        self.in_forward = False
         self._set_length(0)
 
     @property
@@ -195,7 +211,7 @@ class SparseMlaLayer(CacheLayerMixin):
         """Append index keys [batch, count, width] of the tokens that `update` has just written; returns all of them."""
         batch, count, width = index_keys.shape
         if self.index_keys is None:
-            self.index_keys = index_keys.new_empty(batch, self.pages.max_len, width)
+            self.index_keys = _pool((batch, self.pages.max_len, width), index_keys.dtype, index_keys.device)
         self.index_keys[:, self.length - count : self.length] = index_keys
         return self.index_keys[:, : self.length]
 
@@ -218,21 +234,67 @@ class SparseMlaLayer(CacheLayerMixin):
         self._set_length(self.length + tokens_to_remove)
 
     def reset(self) -> None:
+        self.in_forward = False
+        self.pages.forget_selection()
         self._set_length(0)
 
     def reorder_cache(self, beam_idx: torch.Tensor) -> None:
-        """Sequence i becomes a copy of sequence beam_idx[i]; two beams of one parent part ways at the next token."""
-        beam_idx = beam_idx.to(self.pages.block_table.device)
-        table = self.pages.block_table[:, : self.pages.blocks_of(self.length)]
-        for records in self.records:
-            records[table] = records[table[beam_idx]]
+        """Sequence i becomes a copy of sequence beam_idx[i]; two beams of one parent part ways at the next token.
+
+        Records are copied, not block tables: a step of beam search reads and writes every record and index key of the
+        sequences so far, and for that long takes as much memory again as one layer's.
+        """
+        self._take_sequences(beam_idx)
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        """Each sequence becomes `repeats` copies, next to each other. Copies records, as `reorder_cache` does."""
+        self._take_sequences(torch.arange(self.batch_size).repeat_interleave(repeats))
+
+    def batch_select_indices(self, indices: torch.Tensor) -> None:
+        """Keep these sequences (numbers, or a boolean per sequence). Copies records, as `reorder_cache` does."""
+        self._take_sequences(torch.arange(self.batch_size, device=indices.device)[indices])
+
+    def offload(self) -> None:
+        self._refuse_offloading("offload")
+
+    def prefetch(self) -> None:
+        self._refuse_offloading("prefetch")
+
+    def _refuse_offloading(self, function: str) -> None:
+        raise ValueError(
+            f"torch_sparse_mla.integrations.transformers: {function}: got a sparse-MLA layer, whose records stay where "
+            "attention reads them; allowed: a cache without offloading"
+        )
+
+    def _take_sequences(self, rows: torch.Tensor) -> None:
+        rows = rows.to(self.pages.block_table.device)
+        old, new = self.pages, self.pages.of_batch(len(rows))
+        blocks = old.blocks_of(self.length)
+        source, target = old.block_table[rows, :blocks], new.block_table[:, :blocks]
+        for shard, records in enumerate(self.records):
+            taken = records[source]
+            if new is not old:
+                self.records[shard] = _pool((new.num_pages, *records.shape[1:]), records.dtype, records.device)
+            self.records[shard][target] = taken
         if self.index_keys is not None:
-            self.index_keys[:, : self.length] = self.index_keys[beam_idx, : self.length]
+            taken = self.index_keys[rows, : self.length]
+            if new is not old:
+                shape = (new.batch, *self.index_keys.shape[1:])
+                self.index_keys = _pool(shape, self.index_keys.dtype, self.index_keys.device)
+            self.index_keys[:, : self.length] = taken
+        self.pages, self.batch_size = new, new.batch
+        self._set_length(self.length)
 
     def _set_length(self, length: int) -> None:
         self.length = length
         # The glm5_next indexer asks for the shape of `keys` and for nothing else: zero strides, one byte.
         self.keys = self.records[0].view(-1)[:1].expand(self.batch_size, 1, length, 1)
+
+
+def _pool(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """Zeros that can be written in and out of inference mode, whichever the first forward ran in."""
+    with torch.inference_mode(False):
+        return torch.zeros(shape, dtype=dtype, device=device)
 
 
 def _record_rows(states: torch.Tensor) -> torch.Tensor | None:

@@ -29,9 +29,9 @@ try:
     from transformers.cache_utils import Cache, DynamicCache
     from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, sdpa_mask
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
-    from transformers.models.deepseek_v32.modeling_deepseek_v32 import DeepseekV32Attention, DeepseekV32Model
-    from transformers.models.glm5_next.modeling_glm5_next import Glm5NextTextAttention, Glm5NextTextModel
-    from transformers.models.glm_moe_dsa.modeling_glm_moe_dsa import GlmMoeDsaAttention, GlmMoeDsaModel
+    from transformers.models.deepseek_v32.modeling_deepseek_v32 import DeepseekV32Attention
+    from transformers.models.glm5_next.modeling_glm5_next import Glm5NextTextAttention
+    from transformers.models.glm_moe_dsa.modeling_glm_moe_dsa import GlmMoeDsaAttention
 except ImportError as error:
     raise ImportError(
         f"torch_sparse_mla.integrations.transformers needs Transformers 5.17 or newer ({error}); "
@@ -42,6 +42,7 @@ from .. import sharding
 from ..dcp.contract import STRATEGIES
 from ..decode.api import merge_partial_attention, sparse_ckv_decode
 from ..records import LATENT_DIM, LAYOUTS, ROPE_DIM, dequantise_records, quantise_records
+from .forward_checks import BACKBONES, IMPLEMENTATION, WHERE, Conversion, install, refuse_gradients, remove
 from .loopback_ranks import MAX_STEP_QUERIES
 from .paged_cache import CacheSettings, Dcp, NewStates, SparseMlaLayer, TokenPages
 
@@ -56,7 +57,6 @@ __all__ = [
     "restore",
 ]
 
-IMPLEMENTATION = "torch_sparse_mla"
 # Query rows x heads in one call of the attention operator: 38 MB of absorbed float32 queries.
 HEAD_ROWS_PER_CALL = 16_384
 
@@ -70,35 +70,39 @@ def convert(model: PreTrainedModel, layout: str, dcp: Dcp | None = None, page_si
         dcp: shards of the cache, all in this process; None: one.
         page_size: records in a page; a multiple of `dcp.interleave`.
     Returns: `model`. Converting a converted model gives it the new settings; caches made before are then refused.
-    Raises: ValueError for another kind of model, a layout that does not fit it, or a geometry that cannot be.
+    Raises: ValueError for another kind of model, weights that are not loaded, a layout that does not fit, or a geometry
+        that cannot be; the model is then as it was.
     """
-    settings = CacheSettings(layout, dcp or Dcp(), page_size)
-    sharding.check_geometry(page_size, 0, settings.dcp.world, settings.dcp.interleave)
+    dcp = Dcp() if dcp is None else dcp
+    if not isinstance(dcp, Dcp):
+        raise ValueError(f"{WHERE}.convert: dcp: got {dcp!r}; allowed: Dcp(world, interleave), or None")
+    for name, value in (("dcp.world", dcp.world), ("dcp.interleave", dcp.interleave), ("page_size", page_size)):
+        _check_int("convert", name, value)
+    settings = CacheSettings(layout, dcp, page_size)
+    sharding.check_geometry(page_size, 0, dcp.world, dcp.interleave)
     _check_model("convert", model, layout)
     _check_strategy(model, settings.dcp)
+    _check_loaded("convert", model)
+    # All that can be refused is behind us once these are made.
+    absorbed = {x: None if _is_plain(x.kv_b_proj) else _absorb(x) for x in _modules(model, _ATTENTIONS)}
     restore(model)
-    for backbone in _modules(model, _BACKBONES):
-        backbone._attention_before_convert = backbone.config._attn_implementation
+    for backbone in _modules(model, BACKBONES):
+        layers = tuple(attention.layer_idx for attention in _modules(backbone, tuple(_SPARSE)))
+        install(backbone, Conversion(settings, layers, backbone.config._attn_implementation))
         backbone.set_attn_implementation(IMPLEMENTATION)
-        backbone.register_forward_pre_hook(_check_forward, with_kwargs=True)
     for attention in _modules(model, tuple(_SPARSE)):
         attention.__class__ = _SPARSE[type(attention)]
         attention.cache_settings = settings
-        attention.absorbed = None
-        absorbed_weights(attention)
+        attention.absorbed = absorbed[attention]
     return model
 
 
 def restore(model: PreTrainedModel) -> PreTrainedModel:
     """Undo `convert` and `fake_quantise`: Transformers' own classes and attention implementation. Returns `model`."""
-    for backbone in _modules(model, _BACKBONES):
-        if hasattr(backbone, "_attention_before_convert"):
-            backbone.set_attn_implementation(backbone._attention_before_convert)
-            del backbone._attention_before_convert
-        # Found by what they call: a handle would not survive a deep copy of the model.
-        for key in [key for key, hook in backbone._forward_pre_hooks.items() if hook is _check_forward]:
-            del backbone._forward_pre_hooks[key]
-            backbone._forward_pre_hooks_with_kwargs.pop(key, None)
+    for backbone in _modules(model, BACKBONES):
+        if hasattr(backbone, "sparse_mla"):
+            backbone.set_attn_implementation(backbone.sparse_mla.attention_before)
+            remove(backbone)
     for attention in _modules(model, tuple(_ORIGINAL)):
         attention.__class__ = _ORIGINAL[type(attention)]
         for name in ("cache_settings", "absorbed"):
@@ -128,10 +132,14 @@ def new_cache(model: PreTrainedModel, batch: int, max_len: int) -> Cache:
         max_len: tokens that a sequence can hold, padding included. All memory is taken here, that of index keys (in
             the model's dtype) at the first forward.
     Returns: a Transformers `Cache`. Besides the sparse-MLA layers it has what Transformers gives the other layers.
-    Raises: ValueError for a model that is not converted. A forward that would pass `max_len` raises and writes nothing.
+    Raises: ValueError for a model that is not converted or not loaded. A forward that would pass `max_len` raises and
+        writes nothing. One that fails on its way leaves a cache that later forwards refuse, until `cache.reset()`.
     """
     attentions = _converted("new_cache", model)
-    backbone = next(_modules(model, _BACKBONES))
+    _check_loaded("new_cache", model)
+    for name, value in (("batch", batch), ("max_len", max_len)):
+        _check_int("new_cache", name, value)
+    backbone = next(_modules(model, BACKBONES))
     layers = DynamicCache(config=backbone.config).layers
     pages: dict[torch.device, TokenPages] = {}
     for attention in attentions:
@@ -195,10 +203,7 @@ def sparse_attention(
     Returns: [batch, queries, heads, v] attention output, and None for the weights.
     """
     if torch.is_grad_enabled() and query.requires_grad:
-        raise ValueError(
-            "torch_sparse_mla.integrations.transformers: gradients: got a forward that records them; allowed: "
-            "inference (torch.no_grad(), or model.requires_grad_(False))"
-        )
+        refuse_gradients()
     layer = key if isinstance(key, SparseMlaLayer) else _uncached(module, key)
     selected, visible = (attention_mask, None) if indices is None else (indices, attention_mask)
     if layer is key and layer.pages.ranks is not None and query.shape[2] <= MAX_STEP_QUERIES:
@@ -245,39 +250,70 @@ def _absorbed(module: nn.Module, rows: torch.Tensor) -> torch.Tensor:
 def absorbed_weights(module: nn.Module) -> tuple[torch.Tensor, torch.Tensor]:
     """W_UK [heads, nope, 512] and W_UV [heads, v, 512]: the two halves of `kv_b_proj`, head by head.
 
-    Views of the weight of a plain `nn.Linear`, hence never stale. Any other projection (quantised, adapted) is applied
-    to the identity, and again whenever one of its tensors was changed or replaced.
+    Views of the weight of a plain `nn.Linear`, hence never stale. Any other projection (quantised, adapted, with hooks)
+    is applied to the identity, and again whenever one of its tensors or settings was changed; with hooks, and in a
+    compiled graph, every time.
     """
     projection = module.kv_b_proj
-    if type(projection) is nn.Linear and projection.bias is None:
-        weight = projection.weight
-    else:
-        weight = _applied_to_identity(module)
+    weight = projection.weight if _is_plain(projection) else _applied_to_identity(module)
     halves = weight.unflatten(0, (-1, module.qk_nope_head_dim + module.v_head_dim))
     return halves[:, : module.qk_nope_head_dim], halves[:, module.qk_nope_head_dim :]
 
 
+def _has_hooks(projection: nn.Module) -> bool:
+    # Offloading libraries replace `forward` of the instance instead.
+    return bool(projection._forward_hooks or projection._forward_pre_hooks or "forward" in projection.__dict__)
+
+
+def _is_plain(projection: nn.Module) -> bool:
+    return type(projection) is nn.Linear and projection.bias is None and not _has_hooks(projection)
+
+
 def _applied_to_identity(module: nn.Module) -> torch.Tensor:
-    # The compiler would trace the comparison below into a graph break; `convert` and any eager call have filled it.
-    if torch.compiler.is_compiling() and module.absorbed is not None:
-        return module.absorbed[1]
-    tensors = list(chain(module.kv_b_proj.parameters(), module.kv_b_proj.buffers()))
-    state = [(tensor, 0 if tensor.is_inference() else tensor._version, tensor.data_ptr()) for tensor in tensors]
-    known = module.absorbed[0] if module.absorbed is not None else []
-    same = len(known) == len(state) and all(
-        old[0] is new[0] and old[1:] == new[1:] for old, new in zip(known, state, strict=True)
-    )
-    if module.absorbed is None or not same:
-        norm = module.kv_a_layernorm.weight
-        with torch.no_grad():
-            identity = torch.eye(LATENT_DIM, dtype=norm.dtype, device=norm.device)
-            if bool(module.kv_b_proj(torch.zeros_like(identity[:1])).any()):
-                raise ValueError(
-                    "torch_sparse_mla.integrations.transformers: kv_b_proj: got a projection with a bias; allowed: a "
-                    "linear map without one, which attention over latents can absorb"
-                )
-            module.absorbed = (state, module.kv_b_proj(identity).T.contiguous())
+    # A graph outlives the comparison below, so it computes the weight itself.
+    if torch.compiler.is_compiling():
+        return _image_of_identity(module)
+    if module.absorbed is None or _has_hooks(module.kv_b_proj) or not _same(module.absorbed[0], _state(module)):
+        module.absorbed = _absorb(module)
     return module.absorbed[1]
+
+
+def _absorb(module: nn.Module) -> tuple[list[tuple], torch.Tensor]:
+    """The weight of a linear projection of any kind, and the state it was made from. Raises: ValueError for a bias."""
+    state = _state(module)
+    norm = module.kv_a_layernorm.weight
+    with torch.no_grad():
+        if bool(module.kv_b_proj(torch.zeros(1, LATENT_DIM, dtype=norm.dtype, device=norm.device)).any()):
+            raise ValueError(
+                f"{WHERE}: kv_b_proj: got a projection with a bias; allowed: a linear map without one, which attention "
+                "over latents can absorb"
+            )
+    return state, _image_of_identity(module)
+
+
+def _image_of_identity(module: nn.Module) -> torch.Tensor:
+    norm = module.kv_a_layernorm.weight
+    with torch.no_grad():
+        return module.kv_b_proj(torch.eye(LATENT_DIM, dtype=norm.dtype, device=norm.device)).T.contiguous()
+
+
+def _state(module: nn.Module) -> list[tuple]:
+    """What tells one state of a projection from another: its tensors, and plain settings such as an adapter's scale."""
+    projection = module.kv_b_proj
+    tensors = chain(projection.parameters(), projection.buffers())
+    state = [(tensor, 0 if tensor.is_inference() else tensor._version, tensor.data_ptr()) for tensor in tensors]
+    for part in projection.modules():
+        values = ((name, value) for name, value in vars(part).items() if name not in _MODULE_ATTRIBUTES)
+        state.append((part, repr([(name, value) for name, value in values if isinstance(value, _SETTING_TYPES)])))
+    return state
+
+
+def _same(old: list[tuple], new: list[tuple]) -> bool:
+    return len(old) == len(new) and all(a[0] is b[0] and a[1:] == b[1:] for a, b in zip(old, new, strict=True))
+
+
+_MODULE_ATTRIBUTES = frozenset(vars(nn.Module()))
+_SETTING_TYPES = (bool, int, float, str, list, tuple, dict)
 
 
 def _attend(q: torch.Tensor, layer: SparseMlaLayer, slots: list[torch.Tensor], scaling: float) -> torch.Tensor:
@@ -349,7 +385,6 @@ class FakeQuantisedGlm5NextTextAttention(_FakeQuantisedAttention, Glm5NextTextAt
     pass
 
 
-_BACKBONES = (GlmMoeDsaModel, DeepseekV32Model, Glm5NextTextModel)
 _SPARSE = {
     GlmMoeDsaAttention: SparseGlmMoeDsaAttention,
     DeepseekV32Attention: SparseDeepseekV32Attention,
@@ -369,15 +404,16 @@ ALL_MASK_ATTENTION_FUNCTIONS.register(IMPLEMENTATION, sdpa_mask)
 
 
 def _modules(model: nn.Module, kinds: tuple[type, ...]) -> Iterator[nn.Module]:
-    return (module for module in model.modules() if type(module) in kinds)
+    modules = model.modules() if isinstance(model, nn.Module) else ()
+    return (module for module in modules if type(module) in kinds)
 
 
 def _check_model(function: str, model: PreTrainedModel, layout: str) -> None:
-    where = f"torch_sparse_mla.integrations.transformers.{function}"
+    where = f"{WHERE}.{function}"
     attentions = list(_modules(model, _ATTENTIONS))
-    if not attentions or not any(_modules(model, _BACKBONES)):
-        names = ", ".join(backbone.__name__ for backbone in _BACKBONES)
-        raise ValueError(f"{where}: model: got {type(model).__name__}; allowed: {names}, or a model that holds one")
+    if not attentions or not any(_modules(model, BACKBONES)):
+        names = ", ".join(backbone.__name__ for backbone in BACKBONES)
+        raise ValueError(f"{where}: model: got {_kind(model)}; allowed: {names}, or a model that holds one")
     fitting = layouts_for(model)
     if layout not in fitting:
         rope = attentions[0].qk_rope_head_dim
@@ -400,53 +436,30 @@ def _check_strategy(model: PreTrainedModel, dcp: Dcp) -> None:
         )
 
 
+def _check_loaded(function: str, model: PreTrainedModel) -> None:
+    for attention in _modules(model, _ATTENTIONS):
+        for name, parameter in attention.named_parameters():
+            if parameter.is_meta:
+                raise ValueError(
+                    f"{WHERE}.{function}: model: got {name} of attention layer {attention.layer_idx} on the meta "
+                    "device; allowed: a model whose attention weights are loaded, on the device that runs them"
+                )
+
+
+def _check_int(function: str, name: str, value: int) -> None:
+    if not isinstance(value, int) or isinstance(value, bool):
+        raise ValueError(f"{WHERE}.{function}: {name}: got {value!r}; allowed: an int, 1 up")
+
+
 def _converted(function: str, model: PreTrainedModel) -> list[nn.Module]:
     attentions = list(_modules(model, tuple(_SPARSE.values())))
     if not attentions:
         raise ValueError(
-            f"torch_sparse_mla.integrations.transformers.{function}: model: got {type(model).__name__}, not converted; "
-            "allowed: a model that convert(model, layout=...) has returned"
+            f"{WHERE}.{function}: model: got {_kind(model)}, not converted; allowed: a model that "
+            "convert(model, layout=...) has returned"
         )
     return attentions
 
 
-def _check_forward(backbone: nn.Module, args: tuple, kwargs: dict) -> None:
-    """Refuse, before any layer changes its state, a forward that the layers could not run as asked."""
-    where = "torch_sparse_mla.integrations.transformers"
-    inputs = [x for x in (*args[:1], kwargs.get("input_ids"), kwargs.get("inputs_embeds")) if x is not None]
-    if not inputs:
-        return
-    batch, count = inputs[0].shape[:2]
-    _check_padding(kwargs.get("attention_mask"), count)
-    # Transformers 5.17 says past_key_values.
-    cache = kwargs.get("cache") if kwargs.get("cache") is not None else kwargs.get("past_key_values")
-    if cache is None:
-        use_cache = kwargs.get("use_cache")
-        if backbone.config.use_cache if use_cache is None else use_cache:
-            raise ValueError(f"{where}: cache: got None; allowed: new_cache(model, batch, max_len), or use_cache=False")
-        return
-    attention = next(_modules(backbone, tuple(_SPARSE.values())))
-    layer = cache.layers[attention.layer_idx] if attention.layer_idx < len(cache.layers) else None
-    if not isinstance(layer, SparseMlaLayer) or layer.pages.settings != attention.cache_settings:
-        held = layer.pages.settings if isinstance(layer, SparseMlaLayer) else type(cache).__name__
-        raise ValueError(
-            f"{where}: cache: got {held}; allowed: new_cache(model, batch, max_len) of this model, which was converted "
-            f"with {attention.cache_settings}"
-        )
-    layer.pages.check_room(layer.length, batch, count)
-
-
-def _check_padding(mask: torch.Tensor | dict | None, queries: int) -> None:
-    """Refuse right padding and holes, which the models get wrong themselves; unless it would stall a GPU's decode."""
-    masks = list(mask.values()) if isinstance(mask, dict) else [mask]
-    for mask in masks:
-        if mask is None or torch.compiler.is_compiling() or (mask.device.type != "cpu" and queries == 1):
-            continue
-        attended = mask[:, 0, -1] if mask.dim() == 4 else mask
-        attended = attended if attended.dtype == torch.bool else (attended > 0 if mask.dim() == 2 else attended >= 0)
-        bad = (attended[:, :-1] & ~attended[:, 1:]).any(-1)
-        if bool(bad.any()):
-            raise ValueError(
-                f"torch_sparse_mla.integrations.transformers: attention_mask: got a 0 after a 1 in row "
-                f"{int(bad.nonzero()[0])}; allowed: padding on the left (tokenizer.padding_side = 'left')"
-            )
+def _kind(model: object) -> str:
+    return "None" if model is None else type(model).__name__

@@ -3,6 +3,7 @@
 import torch
 
 from .. import _ops  # noqa: F401  (registers the operators)
+from ..contract import refuse_gradients
 from .layouts import LAYOUTS
 
 
@@ -21,6 +22,7 @@ def write_ckv_records(
         (`TORCH_SPARSE_MLA_CHECK=1`), also for NaN or infinity. A slot beyond the cache is skipped (or raises, checked).
     Capture: safe. Two tokens with one slot are the caller's error; on the CPU the last one wins.
     """
+    refuse_gradients("write_ckv_records", latent=latent, rope=rope)
     torch.ops.torch_sparse_mla.write_ckv_records(latent, rope, slots, cache, layout)
 
 

@@ -2,6 +2,7 @@
 
 import torch
 
+from ..errors import reject
 from .layouts import E2M1_MAX, E4M3_MAX, LATENT_DIM, LAYOUTS, ROPE_DIM, RecordLayout
 
 E2M1_VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
@@ -13,12 +14,20 @@ def quantise_records(latent: torch.Tensor, rope: torch.Tensor | None, layout: st
     """Encode tokens as records.
 
     Args:
-        latent: `[..., 512]` floating point, finite.
+        latent: `[..., 512]` floating point, finite (what becomes of NaN and infinity is in the tests; the operators
+            refuse them where they can see them).
         rope: `[..., 64]` floating point, finite; None for the nope layouts.
         layout: a layout name or object.
     Returns: `uint8 [..., record_bytes]`.
+    Raises: ValueError for an unknown layout, or widths that do not fit it.
     """
-    layout = LAYOUTS[layout] if isinstance(layout, str) else layout
+    layout = _layout("quantise_records", layout)
+    _check_width("quantise_records", "latent", latent, LATENT_DIM)
+    if (rope is None) != (layout.rope is None):
+        allowed = "a [..., 64] tensor" if layout.rope else "None"
+        reject("quantise_records", "rope", type(rope).__name__, f"{allowed} for layout {layout.name}")
+    if rope is not None:
+        _check_width("quantise_records", "rope", rope, ROPE_DIM)
     latent = latent.float()
     records = torch.zeros(*latent.shape[:-1], layout.record_bytes, dtype=torch.uint8, device=latent.device)
     if layout.latent == "bf16":
@@ -49,8 +58,12 @@ def dequantise_records(
         layout: a layout name or object.
         dtype: float32, or float64 for exact products of code and scale.
     Returns: latent `[..., 512]` and RoPE part `[..., 64]` (None for the nope layouts), in `dtype`.
+    Raises: ValueError for an unknown layout, or records of another width or type.
     """
-    layout = LAYOUTS[layout] if isinstance(layout, str) else layout
+    layout = _layout("dequantise_records", layout)
+    _check_width("dequantise_records", "records", records, layout.record_bytes)
+    if records.dtype != torch.uint8:
+        reject("dequantise_records", "records", f"dtype {records.dtype}", "dtype uint8")
     if layout.latent == "bf16":
         latent = _get(records, 0, LATENT_DIM, torch.bfloat16).to(dtype)
     elif layout.latent == "e4m3":
@@ -66,6 +79,19 @@ def dequantise_records(
         codes = _get(records, layout.rope_offset, ROPE_DIM, torch.float8_e4m3fn).to(dtype)
         rope = codes * _get(records, layout.rope_scale_offset, 1, torch.float32).to(dtype)
     return latent, rope
+
+
+def _layout(function: str, layout: str | RecordLayout) -> RecordLayout:
+    if isinstance(layout, RecordLayout):
+        return layout
+    if layout not in LAYOUTS:
+        reject(function, "layout", repr(layout), "one of " + ", ".join(LAYOUTS))
+    return LAYOUTS[layout]
+
+
+def _check_width(function: str, argument: str, tensor: torch.Tensor, width: int) -> None:
+    if tensor.dim() < 1 or tensor.shape[-1] != width:
+        reject(function, argument, f"shape {list(tensor.shape)}", f"shape [..., {width}]")
 
 
 def _quantise_e2m1(records: torch.Tensor, latent: torch.Tensor, layout: RecordLayout) -> None:

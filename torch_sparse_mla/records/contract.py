@@ -46,7 +46,7 @@ def check_write_ckv_records(
     if checked_mode() and latent.device.type == "cuda":
         for name, values in (("latent", latent), ("rope", rope)):
             if values is not None and not is_fake(values):
-                reject_non_finite(op, name, values, slots)
+                reject_non_finite(op, name, values, slots, cache.shape[0] * cache.shape[1])
     return record_layout
 
 
@@ -64,9 +64,9 @@ def check_read_ckv_records(cache: torch.Tensor, slots: torch.Tensor, out: torch.
     return record_layout
 
 
-def reject_non_finite(op: str, argument: str, values: torch.Tensor, slots: torch.Tensor) -> None:
+def reject_non_finite(op: str, argument: str, values: torch.Tensor, slots: torch.Tensor, num_slots: int) -> None:
     """Refuse NaN and infinity in tokens that would be written. Reads the device."""
-    bad = ~torch.isfinite(values).all(-1) & (slots >= 0)
+    bad = ~torch.isfinite(values).all(-1) & (slots >= 0) & (slots < num_slots)
     if bool(bad.any()):
         reject(op, argument, f"a non-finite value in row {int(bad.nonzero()[0])}", "finite values")
 

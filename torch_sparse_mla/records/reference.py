@@ -10,11 +10,12 @@ def write_ckv_records(
     latent: torch.Tensor, rope: torch.Tensor | None, slots: torch.Tensor, cache: torch.Tensor, layout: str
 ) -> None:
     record_layout = contract.check_write_ckv_records(latent, rope, slots, cache, layout)
+    num_slots = cache.shape[0] * cache.shape[1]
     for name, values in (("latent", latent), ("rope", rope)):
         if values is not None:
-            contract.reject_non_finite("write_ckv_records", name, values, slots)
+            contract.reject_non_finite("write_ckv_records", name, values, slots, num_slots)
     slots = slots.long()
-    tokens = _last_writers(slots, cache.shape[0] * cache.shape[1])
+    tokens = _last_writers(slots, num_slots)
     records = quantise_records(latent[tokens], None if rope is None else rope[tokens], record_layout)
     pages = torch.div(slots[tokens], cache.shape[1], rounding_mode="floor")
     cache[pages, slots[tokens] % cache.shape[1]] = records

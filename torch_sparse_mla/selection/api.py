@@ -38,6 +38,11 @@ def plan_selection(
     Capture: safe when plan is given; topk and block_table may change between replays. One plan buffer may serve calls
         that run one after another; calls that can run at the same time need one each. Ranks: each calls by itself.
     """
+    if topk.dim() != 2 or topk.shape[1] != selection.topk:
+        allowed = f"shape [rows, {selection.topk}], the K of the selection plan"
+        reject("plan_selection", "topk", f"shape {list(topk.shape)}", allowed)
+    if block_table.dim() != 2:
+        reject("plan_selection", "block_table", f"shape {list(block_table.shape)}", "shape [requests, blocks]")
     if plan is None:
         plan = selection.empty(topk.device)
     requests = block_table.shape[0]
