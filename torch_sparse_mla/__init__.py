@@ -1,6 +1,7 @@
 """PyTorch operators for sparse multi-head latent attention (MLA). Importing registers `torch.ops.torch_sparse_mla`."""
 
 from ._ops import SPLITTING_OPS, explain
+from .dcp import DcpSparseDecode, LinkCosts, run_loopback
 from .decode.api import (
     merge_partial_attention,
     sparse_ckv_decode,
@@ -21,7 +22,9 @@ __all__ = [
     "LAYOUTS",
     "SPLITTING_OPS",
     "Channel",
+    "DcpSparseDecode",
     "ExchangeError",
+    "LinkCosts",
     "LoopbackGroup",
     "RecordLayout",
     "SelectionPlan",
@@ -36,6 +39,7 @@ __all__ = [
     "plan_selection",
     "quantise_records",
     "read_ckv_records",
+    "run_loopback",
     "selection_plan_words",
     "sparse_ckv_decode",
     "sparse_ckv_decode_workspace_bytes",

@@ -9,6 +9,8 @@ import torch
 
 from torch_sparse_mla.__main__ import main
 from torch_sparse_mla.commands import demo, generation
+from torch_sparse_mla.dcp import strategies
+from torch_sparse_mla.integrations import loopback_ranks
 from torch_sparse_mla.integrations import transformers as integration
 
 SMALL = ["demo", "--device", "cpu", "--model", "glm_moe_dsa", "--context", "128", "192", "--tokens", "4"]
@@ -52,6 +54,56 @@ def test_demo_runs_glm5_next_on_a_context_taken_over(monkeypatch, capsys):
     assert "1 of 1 runs passed" in capsys.readouterr().out
 
 
+SHARDED = ["demo", "--device", "cpu", "--model", "glm_moe_dsa", "--context", "96", "--tokens", "3"]
+
+
+@pytest.mark.parametrize("world", [1, 2, 4])
+def test_demo_runs_every_strategy_over_ranks(world, tmp_path, capsys):
+    json_file = tmp_path / "demo.json"
+    options = ["--layout", "fp8_ds_mla", "--world", str(world), "--strategy", "all", "--json", str(json_file)]
+    assert main([*SHARDED, *options]) == 0
+    printed = capsys.readouterr().out
+    assert "5 of 5 runs passed" in printed and f"{world} rank(s) in this process" in printed
+    unsharded, *runs = json.loads(json_file.read_text())["runs"]
+    assert (unsharded["world"], unsharded["strategy"], unsharded["chosen"]) == (1, "local", "local")
+    assert [run["strategy"] for run in runs] == ["auto", "owner_merge", "exchange", "exchange_bulk"]
+    for run in runs:
+        assert run["world"] == world and run["tokens"] == unsharded["tokens"] and run["faults"] == []
+        assert run["chosen"] == run["strategy"] or run["strategy"] == "auto"
+        assert f"{run['strategy']}" in printed
+    assert f"auto (chose {runs[0]['chosen']}) over {world}" in printed
+
+
+def test_demo_draws_sharded_runs_and_chooses_by_itself(tmp_path, capsys):
+    picture = tmp_path / "demo.png"
+    assert main([*SHARDED, "--layout", "bf16_mla", "--world", "2", "--plot", str(picture)]) == 0
+    assert "2 of 2 runs passed" in capsys.readouterr().out
+    assert picture.read_bytes().startswith(PNG_SIGNATURE)
+
+
+@pytest.mark.parametrize("strategy", ["owner_merge", "exchange", "exchange_bulk"])
+def test_demo_fails_with_a_broken_shard(strategy, monkeypatch, capsys):
+    attend = loopback_ranks.LoopbackRanks.attend
+
+    def without_the_second_shard(ranks, q, layer, *arguments):
+        layer.records[1].zero_()
+        return attend(ranks, q, layer, *arguments)
+
+    monkeypatch.setattr(loopback_ranks.LoopbackRanks, "attend", without_the_second_shard)
+    assert main([*SHARDED, "--layout", "fp8_ds_mla", "--world", "2", "--strategy", strategy]) == 1
+    printed = capsys.readouterr().out
+    name = f"FAILED glm_moe_dsa, fp8_ds_mla, context 96, {strategy} over 2: "
+    assert f"{name}logits differ" in printed and f"{name}against the unsharded run: logits differ" in printed
+    assert "1 of 2 runs passed" in printed
+
+
+def test_demo_fails_with_a_wrong_patch_of_current_tokens(monkeypatch, capsys):
+    write = strategies.write_ckv_records
+    monkeypatch.setattr(strategies, "write_ckv_records", lambda latent, *others: write(latent * 0, *others))
+    assert main([*SHARDED, "--layout", "fp8_ds_mla", "--world", "2", "--strategy", "exchange_bulk"]) == 1
+    assert "1 of 2 runs passed" in capsys.readouterr().out
+
+
 def drop_one_record(q, cache, indices, **kwargs):
     indices = indices.clone()
     indices[:, 0] = -1
@@ -87,6 +139,9 @@ def test_demo_fails_with_a_broken_operator(broken, layout, monkeypatch, capsys):
         (["--dtype", "float8"], "float32, bfloat16"),
         (["--context", "128", "1"], "an integer from 2 to 65000"),
         (["--context", "1e3"], "an integer from 2 to 65000"),
+        (["--world", "0"], "an integer from 1 to 16"),
+        (["--world", "3"], "1, 2, 4, 8, 16"),
+        (["--world", "2", "--strategy", "peer_read"], "all, auto, owner_merge, exchange, exchange_bulk"),
         (["--tokens", "0"], "an integer from 1 to 512"),
         (["--seed", "-1"], "an integer from 0"),
         (["--json", "no/such/directory/x.json"], "a file in a directory that exists"),

@@ -19,6 +19,7 @@ from .console import Steps, print_table
 INSTALL = "run 'pip install \"torch_sparse_mla[transformers]\"'"
 MAX_CONTEXT = 65_000
 MAX_TOKENS = 512
+MAX_WORLD = 16
 # Transformers alone takes a second for each token of a long context on a CPU.
 REFERENCE_STEPS = 3
 SHOWN_TOKENS = 10
@@ -42,6 +43,14 @@ def add_parser(commands: argparse._SubParsersAction) -> None:
         help="context lengths; default: 1024 4096",
     )  # fmt: skip
     parser.add_argument("--tokens", type=_bounded(1, MAX_TOKENS), default=16, help="tokens to generate; default: 16")
+    parser.add_argument(
+        "--world", type=_bounded(1, MAX_WORLD), default=1, metavar="W",
+        help="shard the cache over W ranks in this process, a divisor of the heads; default: 1",
+    )  # fmt: skip
+    parser.add_argument(
+        "--strategy", action="append", metavar="NAME",
+        help="how the ranks decode; repeatable; default: auto for a world of 2 or more",
+    )  # fmt: skip
     parser.add_argument("--device", default="auto", help="auto (default), cpu, cuda or cuda:N")
     parser.add_argument(
         "--dtype", default="float32", metavar="NAME", help="of the model: float32 (default) or bfloat16"
@@ -79,12 +88,18 @@ def run(options: argparse.Namespace) -> int:
     device = _chosen_device(options)
     if options.dtype not in DTYPES:
         _refuse(options, "--dtype", options.dtype, DTYPES)
+    shardings = _shardings(options)
     work = _planned_work(options)
     print(
         f"Random weights of seed {options.seed}, {options.dtype}, on {_device_name(device)}; sparse_ckv_decode runs as "
         f"{explain('sparse_ckv_decode', device)['kernel']}; PyTorch {torch.__version__}"
     )
-    runs = _run_all(options, work, device)
+    if shardings:
+        print(
+            f"{options.world} rank(s) in this process take turns on one device, each with its shard and its share of "
+            "the heads: their times say nothing about a link"
+        )
+    runs = _run_all(options, work, shardings, device)
     for model in work:
         _print_model(model, [run for run in runs if run["model"] == model])
     if options.json:
@@ -108,6 +123,22 @@ def _chosen_device(options: argparse.Namespace) -> torch.device:
     if options.device != "auto":
         return torch.device(options.device)
     return torch.device("cuda" if count else "cpu")
+
+
+def _shardings(options: argparse.Namespace) -> list:
+    """The sharded runs that the options ask for, besides the one with a single shard."""
+    from ..dcp.contract import STRATEGIES
+    from ..integrations.tiny_models import HEADS
+    from ..integrations.transformers import Dcp
+
+    if HEADS % options.world:
+        divisors = [str(world) for world in range(1, HEADS + 1) if HEADS % world == 0]
+        _refuse(options, "--world", str(options.world), divisors)
+    given = options.strategy or (["auto"] if options.world > 1 else [])
+    if not given:
+        return []
+    strategies = _named(options, "--strategy", given, STRATEGIES)
+    return [Dcp(options.world, strategy=strategy) for strategy in strategies]
 
 
 def _device_name(device: torch.device) -> str:
@@ -154,7 +185,9 @@ def prompt_tokens(text: str, length: int) -> torch.Tensor:
     return torch.tensor([list(data[:length])])
 
 
-def _run_all(options: argparse.Namespace, work: dict[str, list[str]], device: torch.device) -> list[dict]:
+def _run_all(
+    options: argparse.Namespace, work: dict[str, list[str]], shardings: list, device: torch.device
+) -> list[dict]:
     from transformers.utils import logging as transformers_logging
 
     from ..integrations import tiny_models
@@ -163,7 +196,7 @@ def _run_all(options: argparse.Namespace, work: dict[str, list[str]], device: to
     # Notes on optional kernels and renamed arguments, of no use here.
     transformers_logging.set_verbosity(logging.ERROR)
     contexts = sorted(set(options.context))
-    total = sum(1 + len(layouts) for layouts in work.values()) * len(contexts)
+    total = sum(1 + len(layouts) * (1 + len(shardings)) for layouts in work.values()) * len(contexts)
     runs = []
     with warnings.catch_warnings(), torch.inference_mode(), Steps(total) as steps:
         warnings.simplefilter("ignore")
@@ -176,15 +209,21 @@ def _run_all(options: argparse.Namespace, work: dict[str, list[str]], device: to
                 context = transformers_context(model, prompt, count)
                 for layout in layouts:
                     steps.begin(f"{model_name}, context {length:,}: {layout}")
-                    result = measure(model, layout, context, options.tokens)
-                    place = {"model": model_name, "layout": layout, "device": device.type}
-                    runs.append({**place, "mode": "eager", "world": 1, "strategy": "local", **result})
+                    unsharded = measure(model, layout, context, options.tokens)
+                    place = {"model": model_name, "layout": layout, "device": device.type, "mode": "eager"}
+                    runs.append({**place, **unsharded.result})
+                    for dcp in shardings:
+                        steps.begin(f"{model_name}, context {length:,}: {layout}, {dcp.world} ranks, {dcp.strategy}")
+                        sharded = measure(model, layout, context, options.tokens, dcp, unsharded)
+                        runs.append({**place, **sharded.result})
     return runs
 
 
 def _print_model(model: str, runs: list[dict]) -> None:
+    sharded = any(run["strategy"] != "local" for run in runs)
     columns = (
         "layout",
+        *([">ranks", "strategy"] if sharded else []),
         ">context",
         ">tokens equal",
         ">max diff",
@@ -192,12 +231,13 @@ def _print_model(model: str, runs: list[dict]) -> None:
         ">plain ms",
         ">speed-up",
         ">bytes/token",
-        ">plain bytes",
-        "leaves plain",
+        # With ranks, the table is wide enough without these.
+        *([] if sharded else [">plain bytes", "leaves plain"]),
     )
     rows = [
         (
             run["layout"],
+            *([str(run["world"]), run["strategy"]] if sharded else []),
             f"{run['context']:,}",
             _equality(run),
             f"{run['max_logit_diff']:.0e}",
@@ -205,8 +245,7 @@ def _print_model(model: str, runs: list[dict]) -> None:
             f"{run['reference_ms_per_token']:.1f}",
             f"{run['speedup']:.0f}x",
             f"{run['record_bytes_per_token']:,}",
-            f"{run['reference_bytes_per_token']:,}",
-            _plain_difference(run),
+            *([] if sharded else [f"{run['reference_bytes_per_token']:,}", _plain_difference(run)]),
         )
         for run in runs
     ]
@@ -216,9 +255,16 @@ def _print_model(model: str, runs: list[dict]) -> None:
     plain = {run["context"]: run["plain_tokens"] for run in runs}
     token_rows = [("none", f"{length:,}", "plain Transformers", _shown(tokens)) for length, tokens in plain.items()]
     for run in runs:
-        token_rows.append((run["layout"], f"{run['context']:,}", "operators", _shown(run["tokens"])))
+        by = "operators" if run["strategy"] == "local" else f"operators, {_ranks(run)}"
+        token_rows.append((run["layout"], f"{run['context']:,}", by, _shown(run["tokens"])))
         token_rows.append(("", "", "Transformers, rounded", _shown(run["oracle_tokens"])))
     print_table(f"{model}: tokens", ("layout", ">context", "by", "tokens"), token_rows)
+
+
+def _ranks(run: dict) -> str:
+    """Strategy and number of ranks; with auto, what it chose."""
+    chosen = "" if run["chosen"] == run["strategy"] else f" (chose {run['chosen']})"
+    return f"{run['strategy']}{chosen} over {run['world']}"
 
 
 def _shown(tokens: list[int]) -> str:
@@ -238,7 +284,8 @@ def _plain_difference(run: dict) -> str:
 
 
 def _name(run: dict) -> str:
-    return f"{run['model']}, {run['layout']}, context {run['context']}"
+    name = f"{run['model']}, {run['layout']}, context {run['context']}"
+    return name if run["strategy"] == "local" else f"{name}, {_ranks(run)}"
 
 
 def _print_verdict(runs: list[dict]) -> int:

@@ -1,5 +1,6 @@
 """The demo's picture: time per token against context, a panel for each model."""
 
+import itertools
 from pathlib import Path
 
 import matplotlib
@@ -32,9 +33,13 @@ def _draw_panel(axis, model: str, runs: list[dict]) -> None:
     contexts = sorted({run["context"] for run in runs})
     reference = {run["context"]: run["reference_ms_per_token"] for run in runs}
     axis.plot(contexts, [reference[context] for context in contexts], "k--", marker="s", label="Transformers (sdpa)")
-    for marker, layout in zip(MARKERS, dict.fromkeys(run["layout"] for run in runs), strict=False):
-        times = {run["context"]: run["ms_per_token"] for run in runs if run["layout"] == layout}
-        axis.plot(contexts, [times[context] for context in contexts], marker=marker, alpha=0.8, label=layout)
+    kinds = dict.fromkeys((run["layout"], run["world"], run["strategy"]) for run in runs)
+    for marker, kind in zip(itertools.cycle(MARKERS), kinds, strict=False):
+        own = [run for run in runs if (run["layout"], run["world"], run["strategy"]) == kind]
+        times = {run["context"]: run["ms_per_token"] for run in own}
+        layout, world, strategy = kind
+        label = layout if strategy == "local" else f"{layout}, {strategy} over {world}"
+        axis.plot(contexts, [times[context] for context in contexts], marker=marker, alpha=0.8, label=label)
     axis.set_xscale("log", base=2)
     axis.set_yscale("log")
     axis.set_xticks(contexts)

@@ -111,10 +111,37 @@ def transformers_context(model: PreTrainedModel, prompt: torch.Tensor, count: in
     return Context(prompt, cache, tokens, ms)
 
 
-def measure(model: PreTrainedModel, layout: str, context: Context, count: int) -> dict:
-    """Generate `count` tokens through the operators, have the oracle judge them; returns one run's results."""
+@dataclass
+class Run:
+    """One generation through the operators.
+
+    Attributes:
+        tokens, logits, oracle_logits: what was generated, and what the oracle says of it [count, vocabulary].
+        result: all that the demo reports.
+    """
+
+    tokens: list[int]
+    logits: torch.Tensor
+    oracle_logits: torch.Tensor
+    result: dict
+
+
+def measure(
+    model: PreTrainedModel,
+    layout: str,
+    context: Context,
+    count: int,
+    dcp: integration.Dcp | None = None,
+    unsharded: Run | None = None,
+) -> Run:
+    """Generate `count` tokens through the operators, and have the oracle judge them.
+
+    Args:
+        dcp: shards and strategy; None: one shard.
+        unsharded: the run with one shard, which has to give the same tokens by the same gates.
+    """
     prompt = context.prompt
-    integration.convert(model, layout)
+    integration.convert(model, layout, dcp)
     try:
         cache = integration.new_cache(model, batch=1, max_len=context.length + count)
         if context.is_shared:
@@ -123,18 +150,24 @@ def measure(model: PreTrainedModel, layout: str, context: Context, count: int) -
             prefill(model, prompt[:, :-1], cache)
         tokens, logits, ms = decode(model, cache, prompt[:, -1:], count)
         record_bytes = integration.cache_bytes_per_token(cache)
-        integration.fake_quantise(model, layout)
-        generated = torch.tensor([tokens[:-1]], dtype=prompt.dtype, device=prompt.device)
-        continued = torch.cat([prompt[:, -1:], generated], 1)
-        oracle_cache = copy.deepcopy(context.cache) if context.is_shared else prefill(model, prompt[:, :-1])
-        oracle_logits, _ = forward(model, continued, oracle_cache, keep=count)
+        strategy = _strategy(cache, dcp)
+        if unsharded is not None and unsharded.tokens == tokens:
+            oracle_logits = unsharded.oracle_logits
+        else:
+            oracle_logits = _score(model, layout, context, tokens)
     finally:
         integration.restore(model)
-    return {
+    exact = model.dtype == torch.float32
+    verdict = judge(layout, tokens, logits.float(), oracle_logits.float(), exact)
+    if unsharded is not None:
+        verdict["faults"] += _faults_against_unsharded(layout, tokens, logits, unsharded, exact)
+    result = {
+        "world": 1 if dcp is None else dcp.world,
+        **strategy,
         "context": context.length,
         "tokens": tokens,
         "plain_tokens": context.tokens,
-        **judge(layout, tokens, logits.float(), oracle_logits.float(), exact=model.dtype == torch.float32),
+        **verdict,
         "plain_first_divergence": _first_difference(tokens, context.tokens),
         "ms_per_token": ms,
         "reference_ms_per_token": context.ms_per_token,
@@ -142,6 +175,35 @@ def measure(model: PreTrainedModel, layout: str, context: Context, count: int) -
         "record_bytes_per_token": record_bytes,
         "reference_bytes_per_token": context.bytes_per_token,
     }
+    return Run(tokens, logits, oracle_logits, result)
+
+
+def _strategy(cache: Cache, dcp: integration.Dcp | None) -> dict[str, str]:
+    """The strategy that was asked for, and the one that ran."""
+    if dcp is None:
+        return {"strategy": "local", "chosen": "local"}
+    ranks = next(layer.pages.ranks for layer in cache.layers if isinstance(layer, SparseMlaLayer))
+    return {"strategy": dcp.strategy, "chosen": ranks.explain()["strategy"]}
+
+
+def _score(model: PreTrainedModel, layout: str, context: Context, tokens: list[int]) -> torch.Tensor:
+    """The oracle's logits [count, vocabulary] at the positions of generated tokens."""
+    prompt = context.prompt
+    integration.fake_quantise(model, layout)
+    generated = torch.tensor([tokens[:-1]], dtype=prompt.dtype, device=prompt.device)
+    continued = torch.cat([prompt[:, -1:], generated], 1)
+    oracle_cache = copy.deepcopy(context.cache) if context.is_shared else prefill(model, prompt[:, :-1])
+    return forward(model, continued, oracle_cache, keep=len(tokens))[0]
+
+
+def _faults_against_unsharded(
+    layout: str, tokens: list[int], logits: torch.Tensor, unsharded: Run, exact: bool
+) -> list[str]:
+    """What fails the gates with the unsharded run as the oracle. Beyond a token that differs, nothing is comparable."""
+    first = _first_difference(tokens, unsharded.tokens)
+    count = len(tokens) if first is None else first + 1
+    verdict = judge(layout, tokens[:count], logits[:count].float(), unsharded.logits[:count].float(), exact)
+    return [f"against the unsharded run: {fault.replace('Transformers', 'that')}" for fault in verdict["faults"]]
 
 
 def _take_over(cache: Cache, source: Cache) -> None:

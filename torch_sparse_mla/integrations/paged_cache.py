@@ -13,6 +13,7 @@ from transformers.cache_utils import CacheLayerMixin
 from .. import sharding
 from ..records.api import write_ckv_records
 from ..records.layouts import LATENT_DIM, LAYOUTS
+from .loopback_ranks import MAX_STEP_QUERIES, LoopbackRanks
 
 
 @dataclass(frozen=True)
@@ -22,10 +23,14 @@ class Dcp:
     Attributes:
         world: shards; 1 is an ordinary cache.
         interleave: consecutive tokens that one shard owns; divides the page size.
+        strategy: how decode steps attend. "in_place": all heads over each shard, then a merge; nothing travels. Else a
+            strategy of `torch_sparse_mla.dcp.DcpSparseDecode`: each shard is a loopback rank with its share of the
+            heads, and all that it does not own reaches it through channels. Prompts are attended to in place.
     """
 
     world: int = 1
     interleave: int = 4
+    strategy: str = "in_place"
 
 
 @dataclass(frozen=True)
@@ -66,6 +71,9 @@ class TokenPages:
         self.num_pages = batch * self.blocks_of(max_len)
         order = torch.randperm(self.num_pages, generator=torch.Generator().manual_seed(0))
         self.block_table = order.view(batch, -1).to(device)
+        self.ranks = LoopbackRanks() if settings.dcp.strategy != "in_place" else None
+        # The most Shared layers that follow a Full layer.
+        self.shared_layers = 0
         self._new = (None, None, None)
         self._resized: TokenPages | None = None
         self.forget_selection()
@@ -123,16 +131,21 @@ class TokenPages:
         # that no later tensor can be taken for one of them.
         if not torch.compiler.is_compiling() and self._selected[0] is tokens and self._selected[1] is visible:
             return self._selected[2]
-        counted = tokens.long()
-        if visible is not None:
-            seen = visible[:, 0].expand(*counted.shape[:2], -1).gather(-1, counted.clamp(min=0))
-            if seen.dtype != torch.bool:
-                seen = seen > torch.finfo(seen.dtype).min / 2
-            counted = torch.where(seen, counted, -1)
-        slots = [shard.flatten(0, 1).int() for shard in self._slots(counted)]
+        slots = [shard.flatten(0, 1).int() for shard in self._slots(self.visible_tokens(tokens, visible))]
         if not torch.compiler.is_compiling():
             self._selected = (tokens, visible, slots)
         return slots
+
+    @staticmethod
+    def visible_tokens(tokens: torch.Tensor, visible: torch.Tensor | None) -> torch.Tensor:
+        """Selected tokens [batch, queries, K], int64, those that the attention mask hides replaced by -1."""
+        tokens = tokens.long()
+        if visible is None:
+            return tokens
+        seen = visible[:, 0].expand(*tokens.shape[:2], -1).gather(-1, tokens.clamp(min=0))
+        if seen.dtype != torch.bool:
+            seen = seen > torch.finfo(seen.dtype).min / 2
+        return torch.where(seen, tokens, -1)
 
     def _slots(self, tokens: torch.Tensor) -> list[torch.Tensor]:
         page_size, dcp = self.settings.page_size, self.settings.dcp
@@ -162,6 +175,11 @@ class SparseMlaLayer(CacheLayerMixin):
         self.records = [_pool(shape, torch.uint8, device) for _ in range(settings.dcp.world)]
         self.index_keys: torch.Tensor | None = None
         self.is_initialized = True
+        # This step's latents and RoPE parts, for records that were fetched before they were written.
+        self.current: tuple[torch.Tensor, torch.Tensor | None] | None = None
+        # The Shared layers that reuse this layer's selection, in order; a Shared layer's place among them.
+        self.followers: list[SparseMlaLayer] = []
+        self.place: int | None = None
         # Set in the first layer of a cache while a forward runs, and left so by one that fails.
         self.in_forward = False
         self._set_length(0)
@@ -184,6 +202,8 @@ class SparseMlaLayer(CacheLayerMixin):
         latent_rows, rope_rows = _record_rows(latent), _record_rows(rope)
         for records, slots in zip(self.records, self.pages.slots_of_new(self.length, count), strict=True):
             write_ckv_records(latent_rows, rope_rows, slots, records, self.pages.settings.layout)
+        if self.pages.ranks is not None:
+            self.current = (latent_rows, rope_rows) if count <= MAX_STEP_QUERIES else None
         self._set_length(self.length + count)
         return self, self
 

@@ -19,14 +19,15 @@ from transformers import (
 MODELS = ("glm_moe_dsa", "deepseek_v32", "glm5_next")
 
 TOPK = 64
+HEADS = 16
 
 _COMMON = {
     "vocab_size": 1024,
     "hidden_size": 256,
     "intermediate_size": 512,
     "moe_intermediate_size": 128,
-    "num_attention_heads": 16,
-    "num_key_value_heads": 16,
+    "num_attention_heads": HEADS,
+    "num_key_value_heads": HEADS,
     "n_shared_experts": 1,
     "n_routed_experts": 8,
     "num_experts_per_tok": 2,

@@ -39,9 +39,11 @@ except ImportError as error:
     ) from error
 
 from .. import sharding
+from ..dcp.contract import STRATEGIES
 from ..decode.api import merge_partial_attention, sparse_ckv_decode
 from ..records import LATENT_DIM, LAYOUTS, ROPE_DIM, dequantise_records, quantise_records
 from .forward_checks import BACKBONES, IMPLEMENTATION, WHERE, Conversion, install, refuse_gradients, remove
+from .loopback_ranks import MAX_STEP_QUERIES
 from .paged_cache import CacheSettings, Dcp, NewStates, SparseMlaLayer, TokenPages
 
 __all__ = [
@@ -79,6 +81,7 @@ def convert(model: PreTrainedModel, layout: str, dcp: Dcp | None = None, page_si
     settings = CacheSettings(layout, dcp, page_size)
     sharding.check_geometry(page_size, 0, dcp.world, dcp.interleave)
     _check_model("convert", model, layout)
+    _check_strategy(model, settings.dcp)
     _check_loaded("convert", model)
     # All that can be refused is behind us once these are made.
     absorbed = {x: None if _is_plain(x.kv_b_proj) else _absorb(x) for x in _modules(model, _ATTENTIONS)}
@@ -143,7 +146,13 @@ def new_cache(model: PreTrainedModel, batch: int, max_len: int) -> Cache:
         device = attention.o_proj.weight.device
         if device not in pages:
             pages[device] = TokenPages(attention.cache_settings, batch, max_len, device)
-        layers[attention.layer_idx] = SparseMlaLayer(pages[device])
+        layers[attention.layer_idx] = layer = SparseMlaLayer(pages[device])
+        if attention.indexer is not None:
+            full = layer
+        elif full.pages is layer.pages:
+            layer.place = len(full.followers)
+            full.followers.append(layer)
+            layer.pages.shared_layers = max(layer.pages.shared_layers, len(full.followers))
     return Cache(layers=layers)
 
 
@@ -197,19 +206,45 @@ def sparse_attention(
         refuse_gradients()
     layer = key if isinstance(key, SparseMlaLayer) else _uncached(module, key)
     selected, visible = (attention_mask, None) if indices is None else (indices, attention_mask)
+    if layer is key and layer.pages.ranks is not None and query.shape[2] <= MAX_STEP_QUERIES:
+        return _decode_step(module, query, layer, selected, visible, scaling), None
     slots = layer.pages.slots_of_selected(selected, visible)
     batch, heads, queries, _ = query.shape
     rows = query.transpose(1, 2).flatten(0, 1)
-    key_weight, value_weight = absorbed_weights(module)
+    value_weight = absorbed_weights(module)[1]
     step = max(HEAD_ROWS_PER_CALL // heads, 1)
     outputs = []
     for start in range(0, batch * queries, step):
-        nope, rope = rows[start : start + step].split([module.qk_nope_head_dim, module.qk_rope_head_dim], -1)
-        absorbed = torch.cat([torch.einsum("rhn,hnc->rhc", nope, key_weight), rope], -1)
-        latent = _attend(absorbed, layer, [shard[start : start + step] for shard in slots], scaling)
+        latent = _attend(
+            _absorbed(module, rows[start : start + step]),
+            layer,
+            [shard[start : start + step] for shard in slots],
+            scaling,
+        )
         outputs.append(torch.einsum("rhc,hvc->rhv", latent, value_weight))
     output = outputs[0] if len(outputs) == 1 else torch.cat(outputs)
     return output.unflatten(0, (batch, queries)), None
+
+
+def _decode_step(
+    module: nn.Module,
+    query: torch.Tensor,
+    layer: SparseMlaLayer,
+    selected: torch.Tensor,
+    visible: torch.Tensor | None,
+    scaling: float,
+) -> torch.Tensor:
+    """Attention [batch, queries, heads, v] by the loopback ranks, a share of the heads on each."""
+    batch, _, queries, _ = query.shape
+    absorbed = _absorbed(module, query.transpose(1, 2).flatten(0, 1))
+    latent = layer.pages.ranks.attend(absorbed, layer, selected, visible, scaling)
+    return torch.einsum("rhc,hvc->rhv", latent, absorbed_weights(module)[1]).unflatten(0, (batch, queries))
+
+
+def _absorbed(module: nn.Module, rows: torch.Tensor) -> torch.Tensor:
+    """Queries [rows, heads, nope + rope] as they meet records: [rows, heads, 512 + rope]."""
+    nope, rope = rows.split([module.qk_nope_head_dim, module.qk_rope_head_dim], -1)
+    return torch.cat([torch.einsum("rhn,hnc->rhc", nope, absorbed_weights(module)[0]), rope], -1)
 
 
 def absorbed_weights(module: nn.Module) -> tuple[torch.Tensor, torch.Tensor]:
@@ -385,6 +420,19 @@ def _check_model(function: str, model: PreTrainedModel, layout: str) -> None:
         raise ValueError(
             f"{where}: layout: got {layout!r}; allowed for latents of {attentions[0].kv_lora_rank} and a RoPE part of "
             f"{rope}: {', '.join(fitting) or 'none'}"
+        )
+
+
+def _check_strategy(model: PreTrainedModel, dcp: Dcp) -> None:
+    where = "torch_sparse_mla.integrations.transformers.convert: dcp"
+    if dcp.strategy != "in_place" and dcp.strategy not in STRATEGIES:
+        allowed = ", ".join(("in_place", *STRATEGIES))
+        raise ValueError(f"{where}: strategy: got {dcp.strategy!r}; allowed: {allowed}")
+    heads = {attention.num_heads for attention in _modules(model, _ATTENTIONS)}
+    if dcp.strategy != "in_place" and any(count % dcp.world for count in heads):
+        raise ValueError(
+            f"{where}: world: got {dcp.world}; allowed with strategy {dcp.strategy}: a divisor of the model's "
+            f"{max(heads)} heads, of which each rank takes a share"
         )
 
 

@@ -1,0 +1,59 @@
+"""Ranks that are processes of a gloo group."""
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from torch_sparse_mla import ExchangeError
+from torch_sparse_mla.dcp.steps import finish
+
+from ..exchange.processes import die, run_ranks
+from .cases import COSTS, Model, Shape, fill_context, make_rank, rank_steps, run_step
+
+
+def decode_steps(rank, shape, strategy, costs):
+    """Every process holds all shards, and uses its own."""
+    model = Model(shape, torch.Generator().manual_seed(3))
+    fill_context(model)
+    step = make_rank(shape, strategy, dist.group.WORLD, "dcp", costs)
+    chosen = step.warmup()
+    own = slice(rank * shape.heads, (rank + 1) * shape.heads)
+
+    def run_layer(layer, *arguments):
+        return finish(rank_steps(model, step, layer, *arguments))
+
+    for number in range(3):
+        for (out, lse), (want, want_lse) in run_step(model, number, run_layer):
+            torch.testing.assert_close(out, want[:, own], rtol=1e-4, atol=1e-5)
+            torch.testing.assert_close(lse, want_lse[:, own], rtol=1e-4, atol=1e-4)
+    transports = {channel["transport"] for channel in step.explain()["channels"]}
+    step.close()
+    return chosen, transports
+
+
+def one_rank_missing(rank, shape):
+    model = Model(shape, torch.Generator().manual_seed(3))
+    fill_context(model)
+    step = make_rank(shape, "owner_merge", dist.group.WORLD, "dcp", timeout_s=1.5)
+    step.warmup()
+    if rank == 1:
+        die()
+    with pytest.raises(ExchangeError) as caught:
+        run_step(model, 0, lambda layer, *rest: finish(rank_steps(model, step, layer, *rest)))
+    return str(caught.value)
+
+
+def test_a_killed_rank_is_an_error(tmp_path):
+    results = run_ranks(2, one_rank_missing, tmp_path, Shape(world=2))
+    assert results[1] is None and "rank 0" in results[0] and "rank 1" in results[0]
+
+
+@pytest.mark.parametrize(
+    ("world", "strategy", "costs"),
+    [(2, "owner_merge", COSTS), (3, "exchange", COSTS), (2, "exchange_bulk", COSTS), (3, "auto", None)],
+)
+def test_processes_match_the_unsharded_cache(world, strategy, costs, tmp_path):
+    results = run_ranks(world, decode_steps, tmp_path, Shape(world=world), strategy, costs)
+    assert len({chosen for chosen, _ in results}) == 1
+    assert strategy in ("auto", results[0][0])
+    assert all(transports == {"collective"} for _, transports in results)

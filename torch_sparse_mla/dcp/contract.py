@@ -1,0 +1,99 @@
+"""What `DcpSparseDecode` accepts. Checked before anything is sent: a rank that fails later leaves its peers waiting."""
+
+import torch
+
+from ..contract import (
+    FLOAT_DTYPES,
+    check_cache,
+    check_contiguous,
+    check_dtype,
+    check_layout,
+    check_same_device,
+    check_shape,
+    reject,
+)
+from ..decode.contract import MAX_HEADS, MAX_TOPK
+from ..records.layouts import LATENT_DIM, ROPE_DIM, RecordLayout
+
+OP = "DcpSparseDecode"
+STRATEGIES = ("auto", "owner_merge", "exchange", "exchange_bulk")
+
+
+def check_strategy(strategy: str) -> None:
+    if strategy == "peer_read":
+        allowed = ", ".join(STRATEGIES) + " (no attention kernel here reads peers' caches)"
+        reject(OP, "strategy", "'peer_read'", allowed)
+    if strategy not in STRATEGIES:
+        reject(OP, "strategy", repr(strategy), ", ".join(STRATEGIES))
+
+
+def check_static(layout: str, dtype: torch.dtype, sizes: dict[str, int], softmax_scale: float) -> RecordLayout:
+    if dtype not in (*FLOAT_DTYPES, torch.float64):
+        reject(OP, "dtype", dtype, "bfloat16, float16, float32, and on the CPU float64")
+    limits = {"heads": (1, MAX_HEADS), "topk": (1, MAX_TOPK), "shared_layers": (0, 1023)}
+    for name, value in sizes.items():
+        least, most = limits.get(name, (1, 2**31 - 1))
+        if not isinstance(value, int) or not least <= value <= most:
+            reject(OP, name, repr(value), f"an integer from {least} to {most}")
+    if not 0 < softmax_scale < float("inf"):
+        reject(OP, "softmax_scale", softmax_scale, "above 0")
+    return check_layout(OP, layout)
+
+
+def check_query(
+    q: torch.Tensor, rows: int, heads: int, layout: RecordLayout, dtype: torch.dtype, sink: torch.Tensor | None
+) -> None:
+    check_dtype(OP, "q", q, (dtype,))
+    check_shape(OP, "q", q, (rows, heads, layout.query_dim), "rows, local heads, query width of the layout")
+    if sink is not None:
+        check_same_device(OP, q=q, sink=sink)
+        check_dtype(OP, "sink", sink, (torch.float32,))
+        check_shape(OP, "sink", sink, (heads,), "local heads")
+        check_contiguous(OP, "sink", sink)
+
+
+def check_selection(
+    topk: torch.Tensor,
+    block_table: torch.Tensor,
+    lengths: torch.Tensor,
+    requests: int,
+    rows_per_request: int,
+    columns: int,
+) -> None:
+    check_same_device(OP, topk=topk, block_table=block_table, lengths=lengths)
+    for name, tensor in (("topk", topk), ("block_table", block_table), ("lengths", lengths)):
+        check_dtype(OP, name, tensor, (torch.int32,))
+    if block_table.dim() != 2 or not 1 <= block_table.shape[0] <= requests:
+        reject(OP, "block_table", f"shape {list(block_table.shape)}", f"shape [1 to {requests} requests, blocks]")
+    if block_table.shape[1] > 1 and block_table.stride(1) != 1:
+        reject(OP, "block_table", f"strides {list(block_table.stride())}", "strides [any, 1]")
+    count = block_table.shape[0]
+    allowed = f"shape [{count} requests x 1 to {rows_per_request} rows, {columns}]"
+    if topk.dim() != 2 or topk.shape[1] != columns:
+        reject(OP, "topk", f"shape {list(topk.shape)}", allowed)
+    if topk.shape[0] % count or not 1 <= topk.shape[0] // count <= rows_per_request:
+        reject(OP, "topk", f"shape {list(topk.shape)}", allowed)
+    check_contiguous(OP, "topk", topk)
+    check_shape(OP, "lengths", lengths, (topk.shape[0],), "rows")
+
+
+def check_caches(q: torch.Tensor, caches: list[torch.Tensor], layout: RecordLayout, page_size: int) -> None:
+    for index, cache in enumerate(caches):
+        check_same_device(OP, q=q, cache=cache)
+        check_cache(OP, cache, layout)
+        if cache.shape[1] != page_size:
+            reject(OP, "cache", f"{cache.shape[1]} records in a page", f"page_size = {page_size}")
+        if index and (cache.shape != caches[0].shape or cache.stride() != caches[0].stride()):
+            given = f"shape {list(cache.shape)}, strides {list(cache.stride())}"
+            reject(OP, "shared_caches", given, f"those of the Full layer, {list(caches[0].shape)}, and its strides")
+
+
+def check_current(latent: torch.Tensor | None, rope: torch.Tensor | None, rows: int, layout: RecordLayout) -> None:
+    if latent is None:
+        reject(OP, "latent", None, "latents of the rows' own tokens, which the records fetched ahead lack")
+    check_shape(OP, "latent", latent, (rows, LATENT_DIM), "rows, 512")
+    if (rope is None) != (layout.rope is None):
+        given = "None" if rope is None else f"shape {list(rope.shape)}"
+        reject(OP, "rope", given, f"{'[rows, 64]' if layout.rope else 'None'} for layout {layout.name}")
+    if rope is not None:
+        check_shape(OP, "rope", rope, (rows, ROPE_DIM), "rows, 64")
