@@ -186,7 +186,7 @@ def test_order_of_calls(generator):
         ranks[0].full(**call(model))
     run_loopback([rank.warmup_steps() for rank in ranks])
     # A rank that shares its thread with its peers cannot run to the end alone: an error, not a wait.
-    with pytest.raises(ExchangeError, match="rank 1 lives on the calling thread and did not start"):
+    with pytest.raises(ExchangeError, match="rank 1 was last seen on the calling thread and did not start"):
         ranks[0].full(**call(model))
     close(ranks)
     close(ranks)

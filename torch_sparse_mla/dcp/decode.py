@@ -146,7 +146,7 @@ class DcpSparseDecode:
         for layer, cache in enumerate(others):
             yield from self.shared_steps(inputs.q, cache, layer, latent=inputs.latent, rope=inputs.rope)
         # Ranks leave together: the next exchange finds no rank still at work here.
-        return as_group(self.rank.group).agree("warm-up", lambda: self.chosen)
+        return as_group(self.rank.group).agree(f"{self.name}.warm-up", "choice of strategy", lambda: self.chosen)
 
     def full(
         self,

@@ -58,7 +58,7 @@ class Inputs:
 def agreed_costs(name: str, rank: Rank, device: torch.device, given: LinkCosts | None) -> Steps[tuple[LinkCosts, str]]:
     """Given or measured costs, each figure the highest of all ranks, and the transport that there is. Collective."""
     # Also where costs are given: kernels that one rank compiles later than another would run into timeouts.
-    figures = as_group(rank.group).agree("warm-up", lambda: _measure_device(rank, device))
+    figures = as_group(rank.group).agree(f"{name}.warm-up", "measure", lambda: _measure_device(rank, device))
     patient = rank.channel_options | {"timeout_s": max(rank.channel_options["timeout_s"], COMPILE_TIMEOUT_S)}
     probe = Gather(
         f"{name}.probe", dataclasses.replace(rank, channel_options=patient), PROBE_RECORDS, PROBE_RECORD_BYTES
