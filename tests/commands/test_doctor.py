@@ -49,9 +49,9 @@ def test_doctor_fails_where_the_native_library_does_not_load(monkeypatch, capsys
 
 def test_doctor_names_the_remedy_for_a_missing_package(monkeypatch, capsys):
     versions = doctor._package_version
-    monkeypatch.setattr(doctor, "_package_version", lambda name: None if name == "nvtx" else versions(name))
+    monkeypatch.setattr(doctor, "_package_version", lambda name: None if name == "matplotlib" else versions(name))
     assert main(["doctor"]) == 0
-    assert "nvtx: profiler ranges; run 'pip install nvtx'" in capsys.readouterr().out
+    assert "matplotlib: pictures; run 'pip install matplotlib'" in capsys.readouterr().out
 
 
 def test_doctor_works_without_rich(monkeypatch, capsys):

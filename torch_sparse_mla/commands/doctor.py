@@ -23,7 +23,6 @@ OPTIONAL_PACKAGES = {
     "transformers": "the demo and the model integration; run 'pip install \"transformers>=5.17\"'",
     "rich": "tables and progress of the demo; run 'pip install rich'",
     "matplotlib": "pictures; run 'pip install matplotlib'",
-    "nvtx": "profiler ranges; run 'pip install nvtx'",
 }
 SELF_TEST_TOLERANCE = 1e-2
 
