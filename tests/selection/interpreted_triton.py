@@ -90,7 +90,7 @@ def test_positions_that_are_whole_tables_apart(several_blocks):
 @pytest.mark.parametrize("several_blocks", [False, True])
 def test_tables_that_are_much_too_small(several_blocks, monkeypatch):
     """Every round has collisions, as for lists chosen to collide: more rounds, the same result."""
-    monkeypatch.setattr(plan.SelectionPlan, "cells", 2)
+    monkeypatch.setattr(plan.SelectionPlan, "cells", plan.PARTITIONS)
     monkeypatch.setattr(plan.SelectionPlan, "spare_cells", 2)
     # The union kernel keeps numbers where the tables were; so few cells leave no room for them.
     monkeypatch.setattr(plan.SelectionPlan, "table_words", 512)

@@ -76,7 +76,7 @@ class SelectionPlan:
     @property
     def cells(self) -> int:
         """Cells of a request's first table, which all of its programs share."""
-        return _CELLS_PER_ENTRY * self._entries
+        return max(_CELLS_PER_ENTRY * self._entries, PARTITIONS)
 
     @property
     def spare_cells(self) -> int:

@@ -2,8 +2,8 @@
 
 1. `_first_entries_kernel`, PARTITIONS programs a request: for every entry of the request's lists the first entry that
    names the same position. Each program has some of the cells of a table to itself, so programs share nothing. Every
-   entry bids its number for the cell of its position, the position modulo the size of the table, and the least bid
-   wins. If the winner names the same position, it is that position's first entry. Entries that lost to another
+   entry bids its number for the cell of its position, which it has to itself but for positions a multiple of the
+   table's size away, and the least bid wins. If the winner names the same position, it is that position's first entry. Entries that lost to another
    position, which takes a context longer than the table, go on in rounds: in one of two spare tables of the program,
    in a cell chosen by a hash of the position and the round. A cell that is bid for settles a position, so the rounds
    end. Least bids do not depend on the order in which they come.
@@ -31,9 +31,10 @@ from .plan import PARTITIONS, SelectionPlan
 MAX_ENTRIES_IN_REGISTERS = 8192
 MAX_BLOCK = 4096
 MIN_BLOCK = 128
+# 8 entries a thread where they stay in registers; the other form needs more registers for each.
+MAX_WARPS_IN_REGISTERS = 32
 MAX_WARPS = 16
-# Slots that the register form of the union kernel looks up at once.
-SLOTS = tl.constexpr(2048)
+ROW = tl.constexpr(32)
 
 NUM_PARTITIONS = tl.constexpr(PARTITIONS)
 # What `first_entries` holds: the entry, or one of these.
@@ -82,7 +83,7 @@ def plan_selection(
                 entries,
                 blocks,
                 block_table.stride(0),
-                page_limit(page_size),
+                page_limit(page_size) - 1,
                 selection.capacity_per_request,
                 launches.offsets["first_entries"],
                 launches.offsets["tables"],
@@ -91,7 +92,7 @@ def plan_selection(
                 PAGE_SIZE=page_size,
                 CELLS=selection.cells,
                 SPARE_CELLS=selection.spare_cells,
-                **launches.first_options,
+                **launches.options,
             )
         launches.union_kernel[(selection.requests, world + launches.slot_programs)](
             topk,
@@ -111,7 +112,7 @@ def plan_selection(
             WORLD=world,
             INTERLEAVE=interleave,
             PAGE_SIZE=page_size,
-            **launches.union_options,
+            **launches.options,
         )
 
 
@@ -120,15 +121,14 @@ class _Launches(NamedTuple):
 
     Attributes:
         first_kernel, union_kernel: the form of each kernel.
-        first_options, union_options: BLOCK, the entries that a program takes at once, and num_warps.
+        options: BLOCK, the entries that a program takes at once, and num_warps.
         slot_programs: programs of a request in the union kernel beside those of the owners.
         offsets: word at which each section begins.
     """
 
     first_kernel: triton.JITFunction
     union_kernel: triton.JITFunction
-    first_options: dict[str, int]
-    union_options: dict[str, int]
+    options: dict[str, int]
     slot_programs: int
     offsets: dict[str, int]
 
@@ -136,22 +136,22 @@ class _Launches(NamedTuple):
 @functools.lru_cache(maxsize=256)
 def _launches(selection: SelectionPlan) -> _Launches:
     in_registers = selection.capacity_per_request <= MAX_ENTRIES_IN_REGISTERS
-    kernels = (_first_entries_kernel, _union_kernel)
-    if not in_registers:
+    if in_registers:
+        kernels = (_first_entries_kernel, _union_kernel)
+        block, most_warps = _block(selection, MAX_ENTRIES_IN_REGISTERS), MAX_WARPS_IN_REGISTERS
+    else:
         kernels = (_first_entries_blocks_kernel, _union_blocks_kernel)
-    options = _options(selection.capacity_per_request, MAX_ENTRIES_IN_REGISTERS if in_registers else MAX_BLOCK)
+        block, most_warps = _block(selection, MAX_BLOCK), MAX_WARPS
     return _Launches(
         *kernels,
-        options,
-        options,
+        {"BLOCK": block, "num_warps": min(block // MIN_BLOCK, most_warps)},
         int(in_registers),
         {name: section.offset for name, section in selection.sections.items()},
     )
 
 
-def _options(entries: int, largest_block: int) -> dict[str, int]:
-    block = min(max(triton.next_power_of_2(entries), MIN_BLOCK), largest_block)
-    return {"BLOCK": block, "num_warps": min(block // MIN_BLOCK, MAX_WARPS)}
+def _block(selection: SelectionPlan, largest: int) -> int:
+    return min(max(triton.next_power_of_2(selection.capacity_per_request), MIN_BLOCK), largest)
 
 
 # Sizes are not specialised on their values, so nothing is compiled when a batch of another size first comes, and lists
@@ -160,7 +160,7 @@ FIRST_SIZES = [
     "num_entries",
     "num_blocks",
     "block_table_stride",
-    "num_pages",
+    "last_page",
     "capacity",
     "first_entries_offset",
     "tables_offset",
@@ -190,7 +190,7 @@ def _first_entries_kernel(
     num_entries: tl.int32,
     num_blocks: tl.int32,
     block_table_stride: tl.int64,
-    num_pages: tl.int64,
+    last_page: tl.int32,
     capacity: tl.int64,
     first_entries_offset: tl.int64,
     tables_offset: tl.int64,
@@ -208,11 +208,13 @@ def _first_entries_kernel(
     first_ptr = plan_ptr + first_entries_offset + request * capacity
     table = plan_ptr + tables_offset + request * table_words
 
+    _clear_cells(table, CELLS, BLOCK)
     entry = tl.arange(0, BLOCK)
-    position, mine = _positions(topk_ptr, entry, num_entries, CELLS)
+    position, mine = _positions(topk_ptr, entry, num_entries)
+    # Looked at only in the end: what has no record settles like the rest, and the page travels meanwhile.
+    page = _page(block_table_ptr, position, mine, num_blocks, WORLD, PAGE_SIZE)
+    is_open = mine & (position >= 0)
     cell = _cell(position, CELLS)
-    tl.store(table + cell, UNCLAIMED, mask=mine)
-    is_open = mine & _has_record(block_table_ptr, position, mine, num_blocks, num_pages, WORLD, PAGE_SIZE)
     first = tl.full([BLOCK], ABSENT, tl.int32)
     round = 0
     num_open = 1
@@ -224,11 +226,12 @@ def _first_entries_kernel(
         settled = is_open & (tl.load(topk_ptr + least, mask=is_open, other=ABSENT) == position)
         first = tl.where(settled, least, first)
         is_open = is_open & ~settled
-        round += 1
-        cell = _spare_cell(position, round, CELLS, SPARE_CELLS)
-        tl.store(table + cell, UNCLAIMED, mask=is_open)
         num_open = tl.max(is_open.to(tl.int32), 0)
-    tl.store(first_ptr + entry, first, mask=mine)
+        if num_open > 0:
+            round += 1
+            cell = _spare_cell(position, round, CELLS, SPARE_CELLS)
+            tl.store(table + cell, UNCLAIMED, mask=is_open)
+    tl.store(first_ptr + entry, tl.where(_is_record(page, last_page), first, ABSENT), mask=mine)
 
 
 @triton.jit(do_not_specialize=FIRST_SIZES, do_not_specialize_on_alignment=LISTS)
@@ -239,7 +242,7 @@ def _first_entries_blocks_kernel(
     num_entries: tl.int32,
     num_blocks: tl.int32,
     block_table_stride: tl.int64,
-    num_pages: tl.int64,
+    last_page: tl.int32,
     capacity: tl.int64,
     first_entries_offset: tl.int64,
     tables_offset: tl.int64,
@@ -257,26 +260,26 @@ def _first_entries_blocks_kernel(
     first_ptr = plan_ptr + first_entries_offset + request * capacity
     table = plan_ptr + tables_offset + request * table_words
 
+    _clear_cells(table, CELLS, BLOCK)
     for start in range(0, num_entries, BLOCK):
         entry = start + tl.arange(0, BLOCK)
-        position, mine = _positions(topk_ptr, entry, num_entries, CELLS)
-        is_open = mine & _has_record(block_table_ptr, position, mine, num_blocks, num_pages, WORLD, PAGE_SIZE)
-        tl.store(first_ptr + entry, tl.where(is_open, OPEN, ABSENT), mask=mine)
-        tl.store(table + _cell(position, CELLS), UNCLAIMED, mask=is_open)
+        position, mine = _positions(topk_ptr, entry, num_entries)
+        page = _page(block_table_ptr, position, mine, num_blocks, WORLD, PAGE_SIZE)
+        tl.store(first_ptr + entry, tl.where(_is_record(page, last_page), OPEN, ABSENT), mask=mine)
     round = 0
     num_open = 1
     while num_open > 0:
         tl.debug_barrier()
         for start in range(0, num_entries, BLOCK):
             entry = start + tl.arange(0, BLOCK)
-            position, is_open = _open_positions(topk_ptr, first_ptr, entry, num_entries, CELLS)
+            position, is_open = _open_positions(topk_ptr, first_ptr, entry, num_entries)
             cell = _cell_of_round(position, round, CELLS, SPARE_CELLS)
             tl.atomic_min(table + cell, entry, mask=is_open, sem="relaxed")
         tl.debug_barrier()
         num_open = 0
         for start in range(0, num_entries, BLOCK):
             entry = start + tl.arange(0, BLOCK)
-            position, is_open = _open_positions(topk_ptr, first_ptr, entry, num_entries, CELLS)
+            position, is_open = _open_positions(topk_ptr, first_ptr, entry, num_entries)
             cell = _cell_of_round(position, round, CELLS, SPARE_CELLS)
             least = tl.load(table + cell, mask=is_open, other=0, cache_modifier=".cg")
             settled = is_open & (tl.load(topk_ptr + least, mask=is_open, other=ABSENT) == position)
@@ -321,25 +324,21 @@ def _union_kernel(
 
     entry = tl.arange(0, BLOCK)
     _, first, entry_owner = _owned_entries(topk_ptr, first_ptr, entry, live_entries, INTERLEAVE, WORLD)
-    num_before = tl.sum(((first == entry) & (entry_owner < owner)).to(tl.int32), 0)
     # Absent entries belong to no owner: the first one's program writes them.
     is_own = tl.where(first < 0, owner == 0, entry_owner == owner) & (entry < live_entries)
     own_first = tl.where(is_own, first, OTHER)
-    place = tl.cumsum((own_first == entry).to(tl.int32), 0)
-    num_own = tl.sum((own_first == entry).to(tl.int32), 0)
 
     if tl.program_id(1) == WORLD:
-        # Each first position where its slot belongs, then slots for positions: few of them at once.
-        first_position = tl.load(topk_ptr + entry, mask=own_first == entry, other=0)
-        tl.store(owned_slots_ptr + place - 1, first_position, mask=own_first == entry)
-        tl.debug_barrier()
+        # Read again: kept in registers all the while it would be too much.
+        position = tl.load(topk_ptr + entry, mask=own_first == entry, other=0)
+        slot = _slot(block_table_ptr, position, own_first == entry, INTERLEAVE, WORLD, PAGE_SIZE)
+        place, num_own = _count_up(own_first == entry, BLOCK)
+        tl.store(owned_slots_ptr + place - 1, slot, mask=own_first == entry)
         # Nothing of an earlier, larger call may stay behind.
-        for start in range(0, capacity.to(tl.int32), SLOTS):
-            index = start + tl.arange(0, SLOTS)
-            position = tl.load(owned_slots_ptr + index, mask=index < num_own, other=0)
-            slot = _slot(block_table_ptr, position, index < num_own, INTERLEAVE, WORLD, PAGE_SIZE)
-            tl.store(owned_slots_ptr + index, tl.where(index < num_own, slot, ABSENT), mask=index < capacity)
+        tl.store(owned_slots_ptr + entry, ABSENT, mask=(entry >= num_own) & (entry < capacity))
     else:
+        num_before = tl.sum(((first == entry) & (entry_owner < owner)).to(tl.int32), 0)
+        place, num_own = _count_up(own_first == entry, BLOCK)
         number = (request * capacity).to(tl.int32) + num_before + place - 1
         chosen = tl.gather(number, tl.maximum(own_first, 0), 0)
         tl.store(remap_ptr + entry, tl.where(own_first < 0, ABSENT, chosen), mask=own_first > OTHER)
@@ -417,6 +416,16 @@ def _union_blocks_kernel(
 
 
 @triton.jit
+def _count_up(flags, BLOCK: tl.constexpr):
+    """For each flag how many are set up to it, itself included; and how many are set at all. Rows of a warp's width, so
+    that only their sums cross warps."""
+    rows = tl.reshape(flags.to(tl.int32), [BLOCK // ROW, ROW])
+    sums = tl.sum(rows, 1)
+    before = tl.cumsum(sums, 0) - sums
+    return tl.reshape(tl.cumsum(rows, 1) + before[:, None], [BLOCK]), tl.sum(sums, 0)
+
+
+@triton.jit
 def _store_sizes(
     plan_ptr, request, owner, num_before, num_own, owner_offsets_offset, counts_offset, WORLD: tl.constexpr
 ):
@@ -439,25 +448,44 @@ def _clear_remap(plan_ptr, live_entries, capacity, owner, WORLD: tl.constexpr, B
 
 
 @triton.jit
-def _positions(topk_ptr, entry, num_entries, CELLS: tl.constexpr):
-    """Positions of entries, and which of the entries have their cell in this program's partition."""
-    position = tl.load(topk_ptr + entry, mask=entry < num_entries, other=-1)
-    partition = (_hash(_cell(position, CELLS), 0) >> 16) % NUM_PARTITIONS
-    return position, (entry < num_entries) & (partition.to(tl.int32) == tl.program_id(1))
+def _clear_cells(table, CELLS: tl.constexpr, BLOCK: tl.constexpr):
+    """This program's cells of the first table."""
+    own: tl.constexpr = CELLS // NUM_PARTITIONS
+    tile: tl.constexpr = own if own < BLOCK else BLOCK
+    for start in range(0, own, tile):
+        tl.store(table + _first_cell(CELLS) + start + tl.arange(0, tile), UNCLAIMED)
 
 
 @triton.jit
-def _open_positions(topk_ptr, first_ptr, entry, num_entries, CELLS: tl.constexpr):
-    position, mine = _positions(topk_ptr, entry, num_entries, CELLS)
+def _positions(topk_ptr, entry, num_entries):
+    """Positions of entries, and which of the entries are in this program's partition.
+
+    Positions are dealt to the partitions one by one, in another order in each turn: strides do not meet in one.
+    """
+    position = tl.load(topk_ptr + entry, mask=entry < num_entries, other=-1)
+    turn = _divide(position, NUM_PARTITIONS)
+    partition = (position ^ turn ^ _divide(turn, NUM_PARTITIONS)) & (NUM_PARTITIONS - 1)
+    return position, (entry < num_entries) & (partition == tl.program_id(1))
+
+
+@triton.jit
+def _open_positions(topk_ptr, first_ptr, entry, num_entries):
+    position, mine = _positions(topk_ptr, entry, num_entries)
     first = tl.load(first_ptr + entry, mask=mine, other=ABSENT, cache_modifier=".cg")
     return position, mine & (first == OPEN)
 
 
 @triton.jit
-def _has_record(block_table_ptr, position, mask, num_blocks, num_pages, WORLD: tl.constexpr, PAGE_SIZE: tl.constexpr):
+def _page(block_table_ptr, position, mask, num_blocks, WORLD: tl.constexpr, PAGE_SIZE: tl.constexpr):
+    """The page of each position; -1 where there is none."""
     block = _divide(position, WORLD * PAGE_SIZE)
-    page = tl.load(block_table_ptr + block, mask=mask & (position >= 0) & (block < num_blocks), other=-1)
-    return (page >= 0) & (page < num_pages)
+    return tl.load(block_table_ptr + block, mask=mask & (position >= 0) & (block < num_blocks), other=-1)
+
+
+@triton.jit
+def _is_record(page, last_page):
+    """Whether slots of the page fit int32."""
+    return (page >= 0) & (page <= last_page)
 
 
 @triton.jit
@@ -483,9 +511,14 @@ def _divide(position, DIVISOR: tl.constexpr):
 
 
 @triton.jit
+def _first_cell(CELLS: tl.constexpr):
+    return tl.program_id(1) * (CELLS // NUM_PARTITIONS)
+
+
+@triton.jit
 def _cell(position, CELLS: tl.constexpr):
-    """Where a position's entries meet first."""
-    return position & (CELLS - 1)
+    """Where a position's entries meet first: of a partition's positions, one in each turn."""
+    return _first_cell(CELLS) + (_divide(position, NUM_PARTITIONS) & (CELLS // NUM_PARTITIONS - 1))
 
 
 @triton.jit
@@ -513,7 +546,7 @@ def _hash(position, round):
 def aot_configurations(capability: int) -> AotConfigurations:
     """On any GPU: block sizes from one short list to many; geometries of powers of two, and one that is not."""
     pointers = {"topk_ptr": "*i32", "block_table_ptr": "*i32", "plan_ptr": "*i32:16"}
-    wide = {"num_entries": "i32", "num_blocks": "i32", "num_requests": "i32", "rank": "i32"}
+    wide = {"last_page": "i32", "num_entries": "i32", "num_blocks": "i32", "num_requests": "i32", "rank": "i32"}
     for rows, topk, world, interleave, page_size in (
         (1, 100, 1, 1, 64),
         (1, 2048, 8, 1, 64),
@@ -527,11 +560,11 @@ def aot_configurations(capability: int) -> AotConfigurations:
         tables = {"CELLS": selection.cells, "SPARE_CELLS": selection.spare_cells}
         name = f"{rows}x{topk}-w{world}-i{interleave}-p{page_size}"
         geometry = {"WORLD": world, "PAGE_SIZE": page_size}
-        for kernel, sizes, constants, options in (
-            (launches.first_kernel, FIRST_SIZES, tables, launches.first_options),
-            (launches.union_kernel, UNION_SIZES, {"INTERLEAVE": interleave}, launches.union_options),
+        for kernel, sizes, constants in (
+            (launches.first_kernel, FIRST_SIZES, tables),
+            (launches.union_kernel, UNION_SIZES, {"INTERLEAVE": interleave}),
         ):
             signature = pointers | {size: wide.get(size, "i64") for size in sizes}
-            constants = constants | geometry | {"BLOCK": options["BLOCK"]}
-            warps = {"num_warps": options["num_warps"]}
+            constants = constants | geometry | {"BLOCK": launches.options["BLOCK"]}
+            warps = {"num_warps": launches.options["num_warps"]}
             yield AotConfiguration(f"{kernel.__name__}-{name}", kernel, signature, constants, warps)
