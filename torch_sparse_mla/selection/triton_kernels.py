@@ -29,11 +29,10 @@ from .plan import PARTITIONS, SelectionPlan
 
 # The most entries that a program keeps in registers, and what it takes at once where it keeps none.
 MAX_ENTRIES_IN_REGISTERS = 8192
-MAX_BLOCK = 4096
+MAX_BLOCK = 2048
 MIN_BLOCK = 128
-# 8 entries a thread where they stay in registers; the other form needs more registers for each.
-MAX_WARPS_IN_REGISTERS = 32
-MAX_WARPS = 16
+MAX_WARPS = 32
+# Entries whose prefix sums one warp makes by itself.
 ROW = tl.constexpr(32)
 
 NUM_PARTITIONS = tl.constexpr(PARTITIONS)
@@ -137,21 +136,16 @@ class _Launches(NamedTuple):
 def _launches(selection: SelectionPlan) -> _Launches:
     in_registers = selection.capacity_per_request <= MAX_ENTRIES_IN_REGISTERS
     if in_registers:
-        kernels = (_first_entries_kernel, _union_kernel)
-        block, most_warps = _block(selection, MAX_ENTRIES_IN_REGISTERS), MAX_WARPS_IN_REGISTERS
+        kernels, largest = (_first_entries_kernel, _union_kernel), MAX_ENTRIES_IN_REGISTERS
     else:
-        kernels = (_first_entries_blocks_kernel, _union_blocks_kernel)
-        block, most_warps = _block(selection, MAX_BLOCK), MAX_WARPS
+        kernels, largest = (_first_entries_blocks_kernel, _union_blocks_kernel), MAX_BLOCK
+    block = min(max(triton.next_power_of_2(selection.capacity_per_request), MIN_BLOCK), largest)
     return _Launches(
         *kernels,
-        {"BLOCK": block, "num_warps": min(block // MIN_BLOCK, most_warps)},
+        {"BLOCK": block, "num_warps": min(block // MIN_BLOCK, MAX_WARPS)},
         int(in_registers),
         {name: section.offset for name, section in selection.sections.items()},
     )
-
-
-def _block(selection: SelectionPlan, largest: int) -> int:
-    return min(max(triton.next_power_of_2(selection.capacity_per_request), MIN_BLOCK), largest)
 
 
 # Sizes are not specialised on their values, so nothing is compiled when a batch of another size first comes, and lists
