@@ -2,11 +2,11 @@
 
 1. `_first_entries_kernel`, PARTITIONS programs a request: for every entry of the request's lists the first entry that
    names the same position. Each program has some of the cells of a table to itself, so programs share nothing. Every
-   entry bids its number for the cell of its position, which it has to itself but for positions a multiple of the
-   table's size away, and the least bid wins. If the winner names the same position, it is that position's first entry. Entries that lost to another
-   position, which takes a context longer than the table, go on in rounds: in one of two spare tables of the program,
-   in a cell chosen by a hash of the position and the round. A cell that is bid for settles a position, so the rounds
-   end. Least bids do not depend on the order in which they come.
+   entry bids its number for the cell of its position, which no position has in common but those a multiple of the
+   table's size away, and the least bid wins. If the winner names the same position, it is that position's first entry.
+   Entries that lost to another position go on in rounds: in one of two spare tables of the program, in a cell chosen by
+   a hash of the position and the round. A cell that is bid for settles a position, so the rounds end. Least bids do not
+   depend on the order in which they come.
 2. `_union_kernel`, one program for each request and owner: an entry that is its own first is in the union. A program
    counts those of the owners before its own, which is where its segment begins, numbers its own by a prefix sum, and
    gives every entry of its owner the number of its first. This rank's slots are in union order too.
