@@ -22,7 +22,7 @@ from profiling import beside, harness, shapes
 from profiling.exchanges import Collectives, Exchanger, Packer, Ranks, baselines, transports
 from profiling.ranks import LoopbackRanks, ProcessRanks, attempt, process_device, under_torchrun
 from profiling.shapes import ExchangeShape, PackShape
-from profiling.sharded import Selections
+from profiling.sharded import MAX_EXCHANGE_SETS, Selections
 from profiling.timing import MIN_SETS, cache_bytes, num_index_sets
 
 BENCH = "ce_exchange"
@@ -89,7 +89,7 @@ def _chosen(arguments: argparse.Namespace, worlds: list[int], grid) -> list[Exch
 
 
 def _measure(session: harness.Session, shape: ExchangeShape, ranks: Ranks, rate: float | None) -> None:
-    selections = Selections(shape, shape.layers, ranks.device)
+    selections = Selections(shape, shape.layers, ranks.device, MAX_EXCHANGE_SETS)
     caches = {rank: selections.random_caches(rank) for rank in ranks.own}
     exchangers, contenders = [], []
     for transport in transports(ranks):
