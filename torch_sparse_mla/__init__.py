@@ -5,6 +5,7 @@ from .dcp import DcpSparseDecode, LinkCosts, run_loopback
 from .decode.api import (
     merge_partial_attention,
     sparse_ckv_decode,
+    sparse_ckv_decode_peers,
     sparse_ckv_decode_workspace_bytes,
     warmup_sparse_ckv_decode,
 )
@@ -42,6 +43,7 @@ __all__ = [
     "run_loopback",
     "selection_plan_words",
     "sparse_ckv_decode",
+    "sparse_ckv_decode_peers",
     "sparse_ckv_decode_workspace_bytes",
     "warmup_sparse_ckv_decode",
     "write_ckv_records",

@@ -78,6 +78,18 @@ OPS: dict[str, Op] = {
             splitting=True,
         ),
         Op(
+            name="sparse_ckv_decode_peers",
+            schema=(
+                "(Tensor q, Tensor[] caches, Tensor indices, Tensor? lengths, Tensor? sink, Tensor(a!) out, "
+                "Tensor(b!) lse, Tensor(c!) workspace, float softmax_scale, str layout, "
+                "bool batch_invariant=False) -> ()"
+            ),
+            reference=decode_reference.sparse_ckv_decode_peers,
+            check=decode_contract.check_sparse_ckv_decode_peers,
+            triton="decode.triton_kernels:sparse_ckv_decode_peers",
+            splitting=True,
+        ),
+        Op(
             name="merge_partial_attention",
             schema="(Tensor partial_out, Tensor partial_lse, Tensor? sink, Tensor(a!) out, Tensor(b!) lse) -> ()",
             reference=decode_reference.merge_partial_attention,
