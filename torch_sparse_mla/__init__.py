@@ -15,7 +15,7 @@ from .exchange.group import LoopbackGroup
 from .records import LAYOUTS, RecordLayout, dequantise_records, quantise_records
 from .records.api import read_ckv_records, write_ckv_records
 from .selection import SelectionPlan, selection_plan_words
-from .selection.api import current_token_slots, plan_selection
+from .selection.api import current_token_slots, plan_selection, selected_slots
 
 __version__ = "0.1.0"
 
@@ -41,6 +41,7 @@ __all__ = [
     "quantise_records",
     "read_ckv_records",
     "run_loopback",
+    "selected_slots",
     "selection_plan_words",
     "sparse_ckv_decode",
     "sparse_ckv_decode_peers",

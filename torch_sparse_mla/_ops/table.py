@@ -107,6 +107,16 @@ OPS: dict[str, Op] = {
             triton="selection.triton_kernels:plan_selection",
         ),
         Op(
+            name="selected_slots",
+            schema=(
+                "(Tensor topk, Tensor block_table, Tensor lengths, Tensor(a!) slots, int page_size, int interleave, "
+                "int rank, int world, int slots_per_rank=0) -> ()"
+            ),
+            reference=selection_reference.selected_slots,
+            check=selection_contract.check_selected_slots,
+            triton="selection.triton_kernels_slots:selected_slots",
+        ),
+        Op(
             name="ce_exchange",
             schema="(Tensor cache, Tensor plan, Tensor(a!) workspace, Tensor(b!) state, str channel) -> ()",
             reference=exchange_reference.ce_exchange,
