@@ -1,7 +1,7 @@
 """PyTorch operators for sparse multi-head latent attention (MLA). Importing registers `torch.ops.torch_sparse_mla`."""
 
 from ._ops import SPLITTING_OPS, explain
-from .dcp import DcpSparseDecode, LinkCosts, run_loopback
+from .dcp import DcpSparseDecode, LinkCosts, PeerCaches, run_loopback, union_growth
 from .decode.api import (
     merge_partial_attention,
     sparse_ckv_decode,
@@ -27,6 +27,7 @@ __all__ = [
     "ExchangeError",
     "LinkCosts",
     "LoopbackGroup",
+    "PeerCaches",
     "RecordLayout",
     "SelectionPlan",
     "ce_exchange",
@@ -46,6 +47,7 @@ __all__ = [
     "sparse_ckv_decode",
     "sparse_ckv_decode_peers",
     "sparse_ckv_decode_workspace_bytes",
+    "union_growth",
     "warmup_sparse_ckv_decode",
     "write_ckv_records",
 ]
