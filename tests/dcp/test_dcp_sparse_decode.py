@@ -260,6 +260,7 @@ def test_results_go_where_they_are_wanted(strategy, generator, device):
     fill_context(model)
     ranks = make_ranks(model.shape, strategy, device=device)
     lengths = step_lengths(model.shape, 0)
+    model.write(0, lengths.view(model.shape.requests, -1) - 1)
     topk, q = select(model.shape, lengths, generator), model.queries()
     out = torch.full((model.shape.rows, 4, 512), torch.nan, device=device)
     lse = torch.full((model.shape.rows, 4), torch.nan, device=device)
@@ -311,6 +312,8 @@ def test_peer_read_reads_slices_of_caches_made_for_it(generator):
         rank.strategy._show = lambda cache: []
     check(model, ranks, steps=2)
     # A cache of another allocation is not known.
+    for rank in ranks:
+        rank.strategy._show = lambda cache: [None] * shape.world
     with pytest.raises(ValueError, match="'cache': got none from rank"):
         model.caches[0] = model.caches[0].clone()
         check(model, ranks, steps=1)
