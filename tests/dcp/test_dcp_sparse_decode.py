@@ -313,7 +313,8 @@ def test_peer_read_reads_slices_of_caches_made_for_it(generator):
     check(model, ranks, steps=2)
     # A cache of another allocation is not known.
     for rank in ranks:
-        rank.strategy._show = lambda cache: [None] * shape.world
+        # What was shown in an earlier call is not taken for this one's.
+        rank.strategy._show = lambda cache: [(0, cache)] * shape.world
     with pytest.raises(ValueError, match="'cache': got none from rank"):
         model.caches[0] = model.caches[0].clone()
         check(model, ranks, steps=1)

@@ -117,7 +117,7 @@ class DcpSparseDecode:
             shared_layers=shared_layers,
         )
         options = {"transport": transport, "timeout_s": timeout_s, "device": device}
-        sends_messages = isinstance(ranks, ProcessRank) and self.device.type == "cuda" and transport == "collective"
+        sends_messages = _sends_messages(ranks, self.device, transport)
         self.rank = Rank(
             group,
             ranks.rank,
@@ -179,7 +179,7 @@ class DcpSparseDecode:
         self.chosen = self._best().strategy if self.asked == "auto" else self.asked
         self.strategy = open_strategy(self.chosen, self.name, self.rank, self.device, self.peers, bulk_flag)
         yield
-        # For peer_read between processes, memory that peers can read; it goes when the step is over on every rank.
+        # For peer_read between processes, memory that peers can read, kept with the other caches until `close`.
         probe = None
         if self.chosen == "peer_read" and not isinstance(ranks, LoopbackRank):
             probe = self.empty_cache(Inputs.pages(self.rank))
@@ -388,3 +388,13 @@ class DcpSparseDecode:
     def _best(self) -> Prediction:
         considered = [row for row in self._predictions() if row.strategy not in self.not_considered]
         return min(considered, key=lambda prediction: prediction.us_per_layer)
+
+
+def _sends_messages(ranks: object, device: torch.device, transport: str) -> bool:
+    """Whether ranks are processes on GPUs that map nothing: then moves are collectives of their group."""
+    if not isinstance(ranks, ProcessRank) or device.type != "cuda":
+        return False
+    chosen = ranks.transports(device.type)[0] if transport == "auto" else transport
+    if chosen == "collective" and "nccl" not in ranks.backend:
+        reject(OP, "transport", f"'collective' on {device} with {ranks.described}", "a group with NCCL, or direct")
+    return chosen == "collective"

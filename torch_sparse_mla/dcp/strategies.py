@@ -204,23 +204,24 @@ class PeerRead(_Slots):
         if self.arrivals is not None:
             self.arrivals.close()
 
-    def _show(self, cache: torch.Tensor) -> list[torch.Tensor | None]:
+    def _show(self, cache: torch.Tensor) -> list[tuple[int, torch.Tensor | None]]:
         """Loopback ranks: tell the others which cache this call brings. Two lists, by parity of the call: a rank that
         is one call ahead has not started another before this one has read."""
         self.calls += 1
         if not isinstance(self.peers.group, LoopbackRank):
             return []
         board = self.peers.group.board(self.arrivals.channel.configuration.name)
-        lists = board.shared.setdefault("shown", [[None] * self.static.world for _ in range(2)])
-        lists[self.calls % 2][self.static.rank] = cache
+        lists = board.shared.setdefault("shown", [[(0, None)] * self.static.world for _ in range(2)])
+        lists[self.calls % 2][self.static.rank] = (self.calls, cache)
         return lists[self.calls % 2]
 
-    def _shown(self, board: list[torch.Tensor | None]) -> list[torch.Tensor]:
-        missing = [rank for rank, cache in enumerate(board) if cache is None]
+    def _shown(self, board: list[tuple[int, torch.Tensor | None]]) -> list[torch.Tensor]:
+        missing = [rank for rank, (call, _) in enumerate(board) if call != self.calls]
         if missing:
+            # Ranks that are captured one after another have not all called yet.
             allowed = "calls of all ranks in turns, or caches from empty_cache(pages), whose addresses are known"
-            reject(OP, "cache", f"none from rank(s) {missing}", allowed)
-        return board
+            reject(OP, "cache", f"none from rank(s) {missing} in this call", allowed)
+        return [cache for _, cache in board]
 
 
 class Exchange:
