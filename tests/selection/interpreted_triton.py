@@ -11,9 +11,10 @@ import pytest
 import torch
 
 from torch_sparse_mla import SelectionPlan
-from torch_sparse_mla.selection import contract, plan, triton_kernels
+from torch_sparse_mla.selection import contract, plan, triton_kernels, triton_kernels_slots
 
 from .cases import POISON, PlanCase, assert_plan, cases, make_case, random_case
+from .slot_cases import check_slots, slot_cases
 
 assert os.environ.get("TRITON_INTERPRET") == "1", "needs TRITON_INTERPRET=1 before Triton is imported"
 
@@ -128,3 +129,9 @@ def test_bad_arguments_are_refused_before_the_launch():
     with pytest.raises(ValueError, match="plan_selection: argument 'rank'"):
         triton_kernels.plan_selection(case.topk, case.block_table, case.plan, 1, 4, 1, 1, 1)
     assert (case.plan == POISON).all()
+
+
+@hypothesis.given(case=slot_cases())
+@hypothesis.settings(max_examples=30)
+def test_slots_match_model(case):
+    check_slots(triton_kernels_slots.selected_slots, case)

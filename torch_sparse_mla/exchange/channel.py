@@ -65,6 +65,7 @@ class ChannelConfiguration:
     transport: str
     timeout_s: float
     device_type: str
+    scatter: bool = False
 
 
 class Channel:
@@ -124,6 +125,7 @@ class Channel:
         requests: int = 1,
         timeout_s: float = DEFAULT_TIMEOUT_S,
         device: str | torch.device | None = None,
+        scatter: bool = False,
     ) -> "Channel":
         """Make a channel. Every rank calls this, with the same arguments, before any capture.
 
@@ -140,6 +142,9 @@ class Channel:
             timeout_s: seconds after which a wait for a peer fails.
             device: where caches and workspaces are; None: "cuda" for a group whose backend names nccl or where the
                 loopback group says so, else "cpu".
+            scatter: whether each rank gets records of its own, rather than all the same. A plan's `owned_slots` then
+                lists the records for rank 0, as many for rank 1, and so on: as many each as the plan says are owned.
+                One request only.
         Returns: the channel, registered under `channel.name` until `close()`.
         Raises: ValueError for an argument that does not fit, RuntimeError where the transport cannot be set up; on
             every rank, whichever rank it is that fails. Loopback ranks come one after another: those that have a
@@ -150,7 +155,7 @@ class Channel:
 
         def configure() -> ChannelConfiguration:
             sizes = (capacity_records, record_bytes, layers, requests, transport, timeout_s)
-            configuration = ChannelConfiguration(name, *sizes, ranks.device(device).type)
+            configuration = ChannelConfiguration(name, *sizes, ranks.device(device).type, scatter)
             _check(configuration, ranks)
             registered = ranks.local_name(name)
             _reserve(registered)
@@ -273,6 +278,8 @@ def _check(sizes: ChannelConfiguration, group: Group) -> None:
             reject(_OP, argument, repr(value), f"an integer from 1 to {most}")
     if sizes.capacity_records % sizes.requests:
         reject(_OP, "capacity_records", sizes.capacity_records, f"a multiple of the {sizes.requests} requests")
+    if sizes.scatter not in (False, True) or (sizes.scatter and sizes.requests > 1):
+        reject(_OP, "scatter", f"{sizes.scatter!r} with {sizes.requests} request(s)", "False, or True with 1 request")
     try:
         SelectionPlan(sizes.requests, 1, sizes.capacity_records // sizes.requests, group.world)
     except ValueError as error:

@@ -71,6 +71,7 @@ def push(call: ExchangeCall, peers: torch.Tensor) -> None:
                 page_size,
                 min(pages * page_size, INT32_MAX),
                 *_geometry(call.channel, first, call.layers),
+                SCATTER=call.channel.configuration.scatter,
                 **form,
             )
 
@@ -107,9 +108,10 @@ def compile_kernels(channel: Any, peers: torch.Tensor) -> None:
             geometry = _geometry(channel, first, channel.configuration.layers)
             push = (*layers, *layers, words, words, channel.state, peers, 1, 1, 1, *geometry)
             wait = (*layers, words, channel.state, peers, *geometry, _timeout_ns(channel))
-            for kernel, arguments in ((kernels._push_kernel, push), (kernels._wait_kernel, wait)):
+            pushing = {**form, "SCATTER": channel.configuration.scatter}
+            for kernel, arguments, given in ((kernels._push_kernel, push, pushing), (kernels._wait_kernel, wait, form)):
                 # Loading the module is lazy too, and it may wait for kernels that run.
-                kernel.warmup(*arguments, grid=grid, **form)._init_handles()
+                kernel.warmup(*arguments, grid=grid, **given)._init_handles()
 
 
 def _timeout_ns(channel: Any) -> int:
