@@ -5,6 +5,7 @@ torchrun --nproc-per-node 2 profiling/bench_dcp_decode.py                    # a
 torchrun --nproc-per-node 2 profiling/bench_dcp_decode.py --device cpu --topk 64 --rows 4      # a trial without GPUs
 
 Times are of one layer: a step's, divided by its layers. What writes the step's tokens is not in them.
+`owner_merge traffic` is that strategy without attention and merge: queries to all ranks, partial results back.
 """
 
 import argparse
@@ -101,6 +102,9 @@ def _measure(session: harness.Session, shape: StepShape, ranks: Ranks) -> None:
             session.fail(f"{shape.fields()} {name}: {failure}")
     before = len(session.cases)
     contenders = [step.contender(name) for name, step in steps]
+    for name, step in steps:
+        if name.startswith("owner_merge"):
+            contenders.append(step.traffic(name.replace("owner_merge", "owner_merge traffic")))
     session.measure(shape, contenders, inputs.num_sets, parts=inputs.layers)
     _compare_auto(session.cases[before:])
     for _, step in steps:
@@ -122,7 +126,7 @@ def ways(ranks: Ranks) -> list[tuple[str, str]]:
 
 def _compare_auto(cases: list[dict]) -> None:
     """How far `auto` is behind the best of the others, and which that is."""
-    others = [case for case in cases if case["impl"] != "auto"]
+    others = [case for case in cases if case["impl"] != "auto" and "traffic" not in case["impl"]]
     for case in cases:
         if case["impl"] == "auto" and others:
             best = min(others, key=lambda other: other["us"])
@@ -225,6 +229,34 @@ class GroupStep:
             for rank, (out, _) in zip(self.steps, self._each(begin), strict=True):
                 results[rank].append(out)
         self.results = results
+
+    def traffic(self, name: str) -> Contender:
+        """What travels in a step's layers. Each rank sends its number, and looks for those of the others."""
+        rows, heads = self.inputs.shape.rows, self.inputs.shape.heads
+        numbered = {rank: torch.full_like(q[0], rank + 1).view(rows * heads, -1) for rank, q in self.queries.items()}
+        arrived: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+
+        def travel(rank: int, step: DcpSparseDecode):
+            queries = yield from step.strategy.queries.run(numbered[rank])
+            partials, _ = yield from step.strategy.partials.run(rows)
+            arrived[rank] = (queries, partials)
+
+        def call(index_set: int) -> None:
+            for _ in range(self.inputs.layers):
+                self._each(travel)
+
+        def clear() -> None:
+            for rank, step in self.steps.items():
+                step.strategy.partials.buffers(rows)[0].fill_(rank + 1)
+                for tensor in arrived[rank]:
+                    poison(tensor)
+
+        def error() -> float:
+            numbers = torch.arange(1, self.ranks.world + 1, device=self.ranks.device)
+            tensors = [tensor for pair in arrived.values() for tensor in pair]
+            return float(not all(bool((tensor.flatten(1) == numbers[:, None]).all()) for tensor in tensors))
+
+        return Contender(name, call, clear, error, 0.0)
 
     def poison(self) -> None:
         for outs in self.results.values():
