@@ -9,16 +9,16 @@ import statistics
 import torch
 
 from torch_sparse_mla import sparse_ckv_decode, sparse_ckv_decode_workspace_bytes
-from torch_sparse_mla.records import LATENT_DIM, LAYOUTS, quantise_records
+from torch_sparse_mla.records import LATENT_DIM, LAYOUTS, ROPE_DIM, quantise_records
 
 from .exchanges import Exchanger
-from .inputs import relative_error
+from .inputs import BLOCK_RECORDS, relative_error
 from .shapes import MAIN_HEADS, MAIN_LAYOUT, ExchangeShape
 from .timing import Contender
 
 # One projection of a large model's layer: its weights alone are several times the last-level cache.
-GEMM_SIZES = (7168, 18_432)
-POOL_PAGES = 4096
+GEMM_SIZES = {"cuda": (7168, 18_432), "cpu": (256, 512)}
+POOL_PAGES = {"cuda": 4096, "cpu": 16}
 TOLERANCE = 1e-2
 
 
@@ -33,14 +33,15 @@ class Computation:
             return torch.randn(*size, device=device, generator=generator).to(dtype)
 
         if shape.beside == "gemm":
-            inner, outer = GEMM_SIZES
+            inner, outer = GEMM_SIZES[device.type]
             self.inputs = (normal(shape.rows, inner), normal(inner, outer) * inner**-0.5)
             self.out = torch.empty(shape.rows, outer, dtype=dtype, device=device)
         else:
-            layout = LAYOUTS[MAIN_LAYOUT]
-            block = quantise_records(normal(8191, LATENT_DIM), normal(8191, 64), layout.name)
-            cache = block.repeat(-(-POOL_PAGES * 64 // 8191), 1)[: POOL_PAGES * 64].view(POOL_PAGES, 64, -1)
-            indices = torch.randint(POOL_PAGES * 64, (shape.rows, shape.topk), device=device, generator=generator)
+            layout, pages = LAYOUTS[MAIN_LAYOUT], POOL_PAGES[device.type]
+            count = BLOCK_RECORDS[device.type]
+            block = quantise_records(normal(count, LATENT_DIM), normal(count, ROPE_DIM), layout.name)
+            cache = block.repeat(-(-pages * 64 // len(block)), 1)[: pages * 64].view(pages, 64, -1)
+            indices = torch.randint(pages * 64, (shape.rows, shape.topk), device=device, generator=generator)
             q = normal(shape.rows, MAIN_HEADS, layout.query_dim)
             self.inputs = (q, cache, indices.int())
             self.out = torch.empty(shape.rows, MAIN_HEADS, LATENT_DIM, dtype=dtype, device=device)
