@@ -257,6 +257,7 @@ def test_a_started_exchange_that_nobody_waits_for_yet_is_no_timeout(worlds, gene
     world.assert_arrived(step)
 
 
+@pytest.mark.filterwarnings("ignore:The CUDA Graph is empty")
 @pytest.mark.parametrize("transport", ["ce"], indirect=True)
 def test_a_captured_wait_without_its_start_is_refused(worlds, generator):
     """Copies run on a stream of their own, which a graph has to join. The channel goes on."""

@@ -159,7 +159,7 @@ def one_rank_missing(rank, shape, transport, how):
     if rank == 1 and how == "killed":
         die()
     if rank == 1:
-        return time.sleep(10.0)
+        return time.sleep(4.0)
     begin = time.monotonic()
     graph.replay() if how == "replay" else combined(case, channel)
     with pytest.raises(ExchangeError) as caught:

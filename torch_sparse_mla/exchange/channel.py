@@ -16,6 +16,9 @@ Timeline of one exchange of epoch e, on each rank (one stream, or one thread on 
 Nobody releases a slab: to push epoch e + 2 a rank must have waited for e + 1 of every peer, and a peer sends e + 1 only
 after it has emptied slab e. That holds as long as a wait follows every start, which the counters check. The workspaces
 are the caller's, and no peer writes them. `tests/exchange/protocol_model.py` breaks each of these rules in turn.
+
+Copy engines and NCCL keep the two halves and the counters, and have an order of their own: see `transports/ce.py` and
+`transports/nccl.py`.
 """
 
 import dataclasses

@@ -15,7 +15,10 @@ count. Kernels take flags back, and not the batch that waits, so that after an e
 a later replay finds them set and waits for nobody. Which exchange a message belongs to is in its header.
 
 A stream that waits has no clock. The watchdog forces the flags that are not there; the kernel behind the wait finds
-them forced, and names the rank.
+them forced, and names the rank. Such a stream also holds up its hardware queue, which other streams of the process may
+share: ranks that use two channels in different order want more queues (CUDA_DEVICE_MAX_CONNECTIONS) than streams.
+
+The copies of a graph are joined by the wait, so one graph captures both halves of an exchange.
 """
 
 from typing import Any

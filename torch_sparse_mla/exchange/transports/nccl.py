@@ -26,6 +26,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from ...triton_launch import on_device
 from ..channel import ExchangeError
 from ..contract import ExchangeCall
 from .direct import PeerMemory
@@ -61,7 +62,7 @@ def _private_group(channel: Any, generation: str) -> Any:
     store = dist.PrefixStore(f"torch_sparse_mla/{generation}", store)
     options = dist.ProcessGroupNCCL.Options()
     options._timeout = datetime.timedelta(days=365)
-    with _unsupervised(), torch.cuda.device(channel.device):
+    with _unsupervised(), on_device(channel.state):
         return dist.ProcessGroupNCCL(store, channel.rank, channel.world, options)
 
 
@@ -102,7 +103,7 @@ class NcclTransport(PackedTransport):
 
     def connect(self) -> None:
         """The communicator is made by its first collective, which must not be a captured one."""
-        with torch.cuda.device(self.channel.device):
+        with on_device(self.channel.state):
             work = self._gather(self.layout.message)
             deadline = time.monotonic() + CONNECT_S
             while not work.is_completed():

@@ -1,7 +1,7 @@
 """What a stream does without a kernel: copies by a copy engine, values written to memory and waited for.
 
 All of it can be captured: addresses, sizes and values are constants of a graph. Memory of peers is written like own
-memory. Calls go to the driver, through `cuda.bindings`, which comes with PyTorch for CUDA.
+memory. Calls go to the driver, through the package `cuda-bindings`.
 """
 
 import contextlib
@@ -33,12 +33,15 @@ class Await(NamedTuple):
 class StreamOperations:
     """Everything is for the current stream of a device.
 
-    Raises: ImportError where `cuda.bindings` is missing, RuntimeError where a device cannot wait for values in memory.
+    Raises: RuntimeError where `cuda.bindings` is missing, or a device cannot wait for values in memory.
     """
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
-        self.driver = importlib.import_module("cuda.bindings.driver")
+        try:
+            self.driver = importlib.import_module("cuda.bindings.driver")
+        except ImportError as error:
+            raise RuntimeError(f"stream memory operations take the package cuda-bindings: {error}") from error
         supported = self.driver.CUdevice_attribute.CU_DEVICE_ATTRIBUTE_CAN_USE_64_BIT_STREAM_MEM_OPS
         if not self._call("cuDeviceGetAttribute", supported, device.index):
             raise RuntimeError(f"{device} has no stream memory operations")
