@@ -52,6 +52,7 @@ class Exchanger:
                 shape.record_bytes,
                 layers=shape.layers,
                 requests=selection.requests,
+                expected_records=min(shape.plan.union, selection.capacity),
                 transport=transport,
                 timeout_s=TIMEOUT_S,
                 device=ranks.device,

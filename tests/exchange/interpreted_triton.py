@@ -11,7 +11,7 @@ import torch
 from torch_sparse_mla import ExchangeError, ce_exchange_layers, ce_exchange_start, ce_exchange_wait
 from torch_sparse_mla.exchange import contract, triton_kernels
 from torch_sparse_mla.exchange.transports import launching
-from torch_sparse_mla.exchange.transports.direct import DirectTransport, loopback_memory
+from torch_sparse_mla.exchange.transports.direct import DirectTransport, loopback_memory, memory_bytes
 
 from .cases import POISON, Shape, Step, make_step, make_world, set_counters
 from .scatter_cases import check_scatter, scatter_channels
@@ -33,7 +33,7 @@ SHAPES = [
 def interpreted_world(shape):
     world = make_world(shape)
     for channel in world.channels:
-        channel.transport = DirectTransport(channel, loopback_memory(channel))
+        channel.transport = DirectTransport(channel, loopback_memory(channel, memory_bytes(channel)))
     return world
 
 
