@@ -68,7 +68,7 @@ def _run(arguments: argparse.Namespace, device: torch.device, processes: Process
     if processes or arguments.beside:
         grid += _chosen(arguments, worlds, shapes.beside_grid)
     try:
-        for shape in session.within(arguments.budget_s, grid):
+        for shape in session.within(arguments.budget_s, grid, arguments.json):
             if isinstance(shape, PackShape):
                 _measure_pack(session, shape, device)
             else:

@@ -70,7 +70,7 @@ def _run(arguments: argparse.Namespace, device: torch.device, processes: Process
     session.note("limits", first.limits)
     print(first.limits)
     try:
-        for shape in session.within(arguments.budget_s, _chosen(arguments, worlds)):
+        for shape in session.within(arguments.budget_s, _chosen(arguments, worlds), arguments.json):
             _measure(session, shape, processes or LoopbackRanks(device, shape.world))
     finally:
         status = session.finish(arguments.json)

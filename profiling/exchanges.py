@@ -124,7 +124,7 @@ class Collectives:
         self.own = own.new_zeros(max(len(records) for records in self.expected), own.shape[1])
         self.own[: len(own)] = own
         self.gathered = self.own.new_empty(ranks.world, *self.own.shape)
-        self.symmetric: torch.Tensor | None = None
+        self.symmetric = self.pulled = None
 
     def contenders(self) -> list[Contender]:
         backend = self.ranks.backend
@@ -137,20 +137,25 @@ class Collectives:
             dist.all_to_all_single(self.gathered, copies)
 
         def low_contention(index_set: int) -> None:
-            gathered = torch.ops.symm_mem._low_contention_all_gather(self._symmetric_own(), dist.group.WORLD.group_name)
-            self.gathered = gathered.view(self.gathered.shape)
+            name = dist.group.WORLD.group_name
+            gathered = torch.ops.symm_mem._low_contention_all_gather(self._symmetric_own(), name)
+            # Its result lies elsewhere after every call.
+            self.pulled = torch.ops._c10d_functional.wait_tensor(gathered).view(self.gathered.shape)
 
-        calls = {f"{backend}-all-gather": all_gather, f"{backend}-all-to-all": all_to_all}
-        if backend == "nccl":
-            calls[LOW_CONTENTION] = low_contention
-        details = {"union": self.selections.union}
-        return [
-            Contender(name, call, lambda: self.gathered.fill_(0xA5), self.error, 0.0, details)
-            for name, call in calls.items()
+        def contender(name: str, call: Callable[[int], None], arrived: Callable[[], torch.Tensor]) -> Contender:
+            details = {"union": self.selections.union}
+            return Contender(name, call, lambda: poison(arrived()), lambda: self.error(arrived()), 0.0, details)
+
+        found = [
+            contender(f"{backend}-all-gather", all_gather, lambda: self.gathered),
+            contender(f"{backend}-all-to-all", all_to_all, lambda: self.gathered),
         ]
+        if backend == "nccl":
+            found.append(contender(LOW_CONTENTION, low_contention, lambda: self.pulled))
+        return found
 
-    def error(self) -> float:
-        pairs = zip(self.gathered, self.expected, strict=True)
+    def error(self, arrived: torch.Tensor) -> float:
+        pairs = zip(arrived, self.expected, strict=True)
         return float(not all(torch.equal(part[: len(records)], records) for part, records in pairs))
 
     def _symmetric_own(self) -> torch.Tensor:

@@ -91,11 +91,18 @@ class Session:
         return self._document["cases"]
 
     @property
+    def _writes(self) -> bool:
+        return self._ranks is None or self._ranks.leads
+
+    @property
     def copy_tb_per_s(self) -> float:
         return self._document["copy_tb_per_s"]
 
-    def within(self, budget_s: float | None, shapes: list[Shape]) -> Iterator[Shape]:
-        """Shapes, until the time is over: on every rank at the same one."""
+    def within(self, budget_s: float | None, shapes: list[Shape], folder: Path) -> Iterator[Shape]:
+        """Shapes, until the time is over: on every rank at the same one.
+
+        After each the results so far are written, so that a run which is stopped has measured something.
+        """
         for position, shape in enumerate(shapes):
             spent = time.perf_counter() - self._begin
             over = f"{spent:.0f} s" if budget_s is not None and spent > budget_s else None
@@ -107,6 +114,8 @@ class Session:
                 self.note("left_out", left)
                 return
             yield shape
+            if self.cases and self._writes:
+                results.write(self._document, folder)
 
     def note(self, key: str, value: object) -> None:
         """A further figure of the whole run."""
@@ -158,7 +167,7 @@ class Session:
 
     def finish(self, folder: Path) -> int:
         """Write the results file, if there is anything to write. Returns the process's exit status."""
-        if self.cases and (self._ranks is None or self._ranks.leads):
+        if self.cases and self._writes:
             print(f"wrote {results.write(self._document, folder)}")
         print(f"{len(self.cases)} cases in {time.perf_counter() - self._begin:.0f} s")
         for failure in self.failures:

@@ -57,7 +57,7 @@ class Selections:
         requests = self.lists.view(self.num_sets * self.shape.plan.requests, -1)
         ordered = requests.sort(-1).values
         distinct = 1 + (ordered[:, 1:] != ordered[:, :-1]).sum(-1)
-        return round(float(distinct.double().mean()) * self.shape.plan.requests, 1)
+        return float(distinct.double().mean()) * self.shape.plan.requests
 
     def plans(self, rank: int) -> list[torch.Tensor]:
         """The plan of every index set, as a rank has it."""
