@@ -63,10 +63,12 @@ def _run(arguments: argparse.Namespace, device: torch.device, processes: Process
     if rate is not None:
         session.note("link_tb_per_s", rate)
         print(f"link {rate * 1e3:.0f} GB/s (copy to the next rank's memory, all ranks at once)")
-    grid = [] if arguments.rows or arguments.widths or device.type == "cpu" else shapes.pack_grid(arguments.quick)
-    grid += _chosen(arguments, worlds, shapes.exchange_grid)
-    if processes or arguments.beside:
-        grid += _chosen(arguments, worlds, shapes.beside_grid)
+    exchanges = _chosen(arguments, worlds, shapes.exchange_grid)
+    widest = [shape for shape in exchanges if shape.record_bytes == exchanges[0].record_bytes]
+    besides = _chosen(arguments, worlds, shapes.beside_grid) if processes or arguments.beside else []
+    packs = [] if arguments.rows or arguments.widths or device.type == "cpu" else shapes.pack_grid(arguments.quick)
+    # What tells most comes first.
+    grid = [*widest, *besides, *packs, *(shape for shape in exchanges if shape not in widest)]
     try:
         for shape in session.within(arguments.budget_s, grid, arguments.json):
             if isinstance(shape, PackShape):

@@ -30,7 +30,21 @@ LIMIT_S = 470
 GRACE_S = 8
 TAIL_LINES = 60
 C4_BENCH = "profiling/bench_c4_prefill_gather.py"
-DEMO = ["--layout", "fp8_ds_mla", "--context", "1024", "--tokens", "8", "--strategy", "all"]
+DEMO = {
+    "cuda": ["--layout", "fp8_ds_mla", "--context", "1024", "--tokens", "8", "--strategy", "all"],
+    "cpu": [
+        "--model",
+        "glm_moe_dsa",
+        "--layout",
+        "fp8_ds_mla",
+        "--context",
+        "96",
+        "--tokens",
+        "3",
+        "--strategy",
+        "all",
+    ],
+}
 
 
 @dataclasses.dataclass
@@ -196,12 +210,12 @@ def plan_steps(options: argparse.Namespace) -> list[Step]:
     exchange = [*bench, *small, *(["--rows", "4", "--widths", "656"] if options.device == "cpu" else [])]
     decode = [*bench, *small, *(["--rows", "4", "--heads", "2"] if options.device == "cpu" else [])]
     demo_json = folder / f"demo-{_slug(options)}-x{options.ranks}.json"
-    demo = ["-m", "torch_sparse_mla", "demo", *DEMO, *on, "--json", str(demo_json)]
+    demo = ["-m", "torch_sparse_mla", "demo", *DEMO[options.device], *on, "--json", str(demo_json)]
     steps = [
         Step("build", [sys.executable, "profiling/run_ranks_build.py"], 90),
         Step("tests", _test_command(options, junit), 140, lambda: _test_counts(junit)),
-        Step("ce_exchange", _torchrun(options, ["profiling/bench_ce_exchange.py", *exchange, "--budget-s", "65"]), 100),
-        Step("dcp_decode", _torchrun(options, ["profiling/bench_dcp_decode.py", *decode, "--budget-s", "65"]), 110),
+        Step("ce_exchange", _torchrun(options, ["profiling/bench_ce_exchange.py", *exchange, "--budget-s", "85"]), 115),
+        Step("dcp_decode", _torchrun(options, ["profiling/bench_dcp_decode.py", *decode, "--budget-s", "75"]), 115),
         Step("demo", _torchrun(options, demo), 70),
     ]
     # Once it has a form in which each process is a rank.

@@ -15,7 +15,7 @@ from .inputs import BLOCK_RECORDS
 from .shapes import ExchangeShape, StepShape
 from .timing import CACHE_FACTOR, MAX_SETS, cache_bytes, num_index_sets
 
-MAX_EXCHANGE_SETS = 128
+MAX_EXCHANGE_SETS = 64
 MAX_STEP_SETS = 32
 CPU_SETS = 8
 
