@@ -9,13 +9,14 @@ TESTS ?= tests
 PYTEST_ARGS ?=
 DEMO_ARGS ?=
 BENCH_ARGS ?=
+N ?= 2
 
 # .venv first, then the tools that a reused torch environment brings.
 export PATH := $(CURDIR)/.venv/bin:$(PATH)
 python := .venv/bin/python
 cxx_sources := $(shell find csrc -type f \( -name '*.h' -o -name '*.cuh' -o -name '*.cpp' -o -name '*.cu' \) | sort)
 
-.PHONY: demo test lint format bench report setup doctor clean help
+.PHONY: demo test lint format bench bench-ranks report setup doctor clean help
 
 # Threads that wait asleep: where anything else runs on the machine, spinning ones multiply every time measured.
 demo: .venv/.package  ## three tiny models: Transformers alone and through the operators, side by side
@@ -45,6 +46,10 @@ bench: .venv/.package  ## one operator's benchmark: make bench OP=sparse_ckv_dec
 	fi
 	$(python) profiling/bench_$(OP).py $(BENCH_ARGS)
 
+# PYTHON, where it is given, runs this as it is: a machine without a network has no other way to come by packages.
+bench-ranks: $(if $(filter file,$(origin PYTHON)),.venv/.package)  ## what takes N GPUs of one host: make bench-ranks N=2 PYTHON=python3
+	$(if $(filter file,$(origin PYTHON)),$(python),$(PYTHON)) profiling/run_ranks.py --ranks $(N) $(BENCH_ARGS)
+
 report: .venv/.package  ## tables and pictures from profiling/results
 	$(python) profiling/report.py
 
@@ -55,7 +60,7 @@ clean:  ## remove what the build and the tools made; .venv stays
 	find torch_sparse_mla tests tools profiling -name __pycache__ -type d -prune -exec rm -rf {} +
 
 help:
-	@sed -n 's/^\([a-z]*\):.*##  *\(.*\)/\1|\2/p' $(MAKEFILE_LIST) | awk -F '|' '{ printf "  make %-8s %s\n", $$1, $$2 }'
+	@sed -n 's/^\([a-z-]*\):.*##  *\(.*\)/\1|\2/p' $(MAKEFILE_LIST) | awk -F '|' '{ printf "  make %-12s %s\n", $$1, $$2 }'
 
 .venv/.environment: tools/requirements.txt tools/setup_env.py
 	$(PYTHON) tools/setup_env.py environment

@@ -1,14 +1,16 @@
-"""Benchmark of `ce_exchange_layers` with every rank of a small world on one GPU, over the direct transport.
+"""Benchmark of `ce_exchange_layers`: every transport, three layers in bulk and singly, and the collectives instead.
 
-python profiling/bench_ce_exchange.py
+python profiling/bench_ce_exchange.py                                        # all ranks on one GPU
+torchrun --nproc-per-node 2 profiling/bench_ce_exchange.py                   # a process and a GPU for each rank
+torchrun --nproc-per-node 2 profiling/bench_ce_exchange.py --device cpu --topk 64 --rows 4     # a trial without GPUs
 
-The ranks run one after another on one stream: every start, then every wait. So a time is that of all ranks together,
-peers' memory is local memory, and nobody waits. It says what packing, storing, flags and copying cost on the
-multiprocessors and how much one bulk call saves over single ones; it says nothing about a link or about waiting.
+`pack` is the exchange of one rank alone: its records from cache to workspace, and the two launches of any exchange.
+`gemm` and `attention` are computations beside which three layers travel, as when Shared layers are fetched ahead.
 """
 
 import argparse
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -16,137 +18,137 @@ import torch
 if __package__ in (None, ""):
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from profiling import harness, shapes
-from profiling.bench_plan_selection import CONTEXT, INTERLEAVE, PAGE_SIZE, position_sets
-from profiling.shapes import ExchangeShape
-from profiling.timing import MIN_SETS, Contender, poison
-from torch_sparse_mla import Channel, LoopbackGroup, SelectionPlan, ce_exchange_start, ce_exchange_wait, plan_selection
+from profiling import beside, harness, shapes
+from profiling.exchanges import Collectives, Exchanger, Packer, Ranks, baselines, transports
+from profiling.ranks import LoopbackRanks, ProcessRanks, attempt, process_device, under_torchrun
+from profiling.shapes import ExchangeShape, PackShape
+from profiling.sharded import MAX_EXCHANGE_SETS, Selections
+from profiling.timing import MIN_SETS, cache_bytes, num_index_sets
 
 BENCH = "ce_exchange"
-NUM_SETS = MIN_SETS
+MAX_PACK_SETS = 64
+LINK_BYTES = 256 << 20
 
 
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     harness.add_arguments(parser)
+    parser.add_argument("--rows", type=int, nargs="+", help="1 to 3, or multiples of 4 (four rows a request)")
+    parser.add_argument("--topk", type=int, default=shapes.MAIN_TOPK)
+    parser.add_argument("--widths", type=int, nargs="+", help="bytes of a record")
+    parser.add_argument("--worlds", type=int, nargs="+", help="ranks on one device (under torchrun: its processes)")
+    parser.add_argument("--beside", action="store_true", help="computations beside, also where ranks share a device")
     arguments = parser.parse_args(argv)
-    device = harness.parse_device(parser, arguments.device)
-    if device.type != "cuda":
-        parser.error("argument --device: got 'cpu'; allowed: cuda (on the CPU ranks share memory: nothing to measure)")
-    session = harness.Session(BENCH, device, arguments.commit, {})
-    print("all ranks on one GPU, in turn: " + " ".join(__doc__.split("\n\n")[2].split()))
-    generator = torch.Generator(device).manual_seed(0)
+    if any(rows < 1 or (rows > 4 and rows % 4) for rows in arguments.rows or ()):
+        parser.error(f"argument --rows: got {arguments.rows}; allowed: 1 to 4, or multiples of 4")
+    if under_torchrun():
+        if arguments.worlds:
+            parser.error("argument --worlds: under torchrun the world is its processes")
+        ranks = ProcessRanks(process_device(arguments.device))
+        with ranks.quiet():
+            status = _run(arguments, ranks.device, ranks)
+        ranks.close()
+        return status
+    return _run(arguments, harness.parse_device(parser, arguments.device), None)
+
+
+def _run(arguments: argparse.Namespace, device: torch.device, processes: ProcessRanks | None) -> int:
+    worlds = [processes.world] if processes else arguments.worlds or shapes.EXCHANGE_WORLDS
+    first = processes or LoopbackRanks(device, worlds[0])
+    session = harness.Session(BENCH, device, arguments.commit, baselines(first), processes)
+    session.note("ranks", "processes" if processes else "on one device")
+    session.note("limits", first.limits)
+    print(first.limits)
+    rate = _link_tb_per_s(processes) if processes else None
+    if rate is not None:
+        session.note("link_tb_per_s", rate)
+        print(f"link {rate * 1e3:.0f} GB/s (copy to the next rank's memory, all ranks at once)")
+    exchanges = _chosen(arguments, worlds, shapes.exchange_grid)
+    widest = [shape for shape in exchanges if shape.record_bytes == exchanges[0].record_bytes]
+    besides = _chosen(arguments, worlds, shapes.beside_grid) if processes or arguments.beside else []
+    packs = [] if arguments.rows or arguments.widths or device.type == "cpu" else shapes.pack_grid(arguments.quick)
+    # What tells most comes first.
+    grid = [*widest, *besides, *packs, *(shape for shape in exchanges if shape not in widest)]
     try:
-        for shape in shapes.exchange_grid(arguments.quick):
-            world = _World(shape, device, generator)
-            session.measure(shape, world.contenders(), NUM_SETS)
-            world.close()
+        for shape in session.within(arguments.budget_s, grid, arguments.json):
+            if isinstance(shape, PackShape):
+                _measure_pack(session, shape, device)
+            else:
+                _measure(session, shape, processes or LoopbackRanks(device, shape.world), rate)
     finally:
         status = session.finish(arguments.json)
     return status
 
 
-class _World:
-    """The ranks of one shape: caches, plans of every index set, workspaces and channels.
+def _chosen(arguments: argparse.Namespace, worlds: list[int], grid) -> list[ExchangeShape]:
+    """The shapes of a grid, with the sizes that were asked for."""
+    found: dict[ExchangeShape, None] = {}
+    for shape in grid(worlds, arguments.quick):
+        for rows in arguments.rows or (shape.rows,):
+            for width in arguments.widths if arguments.widths and not shape.beside else (shape.record_bytes,):
+                found[replace(shape, rows=rows, record_bytes=width, topk=arguments.topk)] = None
+    return list(found)
 
-    On the CPU, for the tests, over the loopback transport.
-    """
 
-    def __init__(self, shape: ExchangeShape, device: torch.device, generator: torch.Generator) -> None:
-        self.shape = shape
-        requests, rows_per_request = shape.plan.requests, shape.plan.rows_per_request
-        self.selection = SelectionPlan(requests, rows_per_request, shape.topk, shape.world)
-        lists = position_sets(shape.plan, NUM_SETS, device, generator)
-        blocks = -(-CONTEXT // (PAGE_SIZE * shape.world))
-        pages = torch.randperm(requests * blocks, device=device, generator=generator, dtype=torch.int32)
-        block_table = pages.view(requests, blocks)
-        size = (shape.layers, requests * blocks, PAGE_SIZE, shape.record_bytes)
-        self.caches, self.plans, self.workspaces = [], [], []
-        for rank in range(shape.world):
-            caches = torch.randint(256, size, device=device, generator=generator, dtype=torch.uint8)
-            self.caches.append(list(caches))
-            self.plans.append(
-                [
-                    plan_selection(
-                        topk,
-                        block_table,
-                        self.selection,
-                        page_size=PAGE_SIZE,
-                        interleave=INTERLEAVE,
-                        rank=rank,
-                    )
-                    for topk in lists
-                ]
-            )
-            workspace = torch.empty(
-                shape.layers, self.selection.capacity, shape.record_bytes, device=device, dtype=torch.uint8
-            )
-            self.workspaces.append(list(workspace))
-        group = LoopbackGroup(shape.world, device)
-        self.channels = [
-            Channel.create(
-                BENCH,
-                group.rank(rank),
-                self.selection.capacity,
-                shape.record_bytes,
-                layers=shape.layers,
-                requests=requests,
-                transport="direct" if device.type == "cuda" else "loopback",
-            )
-            for rank in range(shape.world)
-        ]
+def _measure(session: harness.Session, shape: ExchangeShape, ranks: Ranks, rate: float | None) -> None:
+    selections = Selections(shape, shape.layers, ranks.device, MAX_EXCHANGE_SETS)
+    caches = {rank: selections.random_caches(rank) for rank in ranks.own}
+    exchangers, contenders = [], []
+    for transport in transports(ranks):
+        made, failure = attempt(lambda name=transport: Exchanger(selections, caches, ranks, name))
+        failure = ranks.agree(failure)
+        if failure is None:
+            exchangers.append(made)
+            contenders += made.contenders()
+        else:
+            session.fail(f"{shape.fields()} {transport}: {failure}")
+    if shape.beside:
+        contenders = beside.contenders(shape, exchangers, selections.num_sets, ranks.device)
+    elif isinstance(ranks, ProcessRanks):
+        contenders += Collectives(selections, ranks).contenders()
+    floor_us = shape.memory_bytes / session.copy_tb_per_s * 1e-6
+    if isinstance(ranks, ProcessRanks):
+        floor_us = shape.bytes / rate * 1e-6 if rate else None
+    session.measure(shape, contenders, selections.num_sets, floor_us)
+    for exchanger in exchangers:
+        exchanger.close()
 
-    def contenders(self) -> list[Contender]:
-        bulk = Contender("direct", self.exchange, self.poison, self.error, 0.0, {"union": self.shape.union})
-        if self.shape.layers == 1:
-            return [bulk]
-        singles = Contender("direct-per-layer", self.exchange_singly, self.poison, self.error, 0.0)
-        return [bulk, singles]
 
-    def exchange(self, index_set: int) -> None:
-        self._exchange(index_set, slice(None))
+def _measure_pack(session: harness.Session, shape: PackShape, device: torch.device) -> None:
+    sets = min(num_index_sets(MIN_SETS, shape.bytes, cache_bytes(device)), MAX_PACK_SETS)
+    packer = Packer(shape.records, shape.record_bytes, sets, device)
+    session.measure(shape, packer.contenders(), sets)
+    packer.close()
 
-    def exchange_singly(self, index_set: int) -> None:
-        for layer in range(self.shape.layers):
-            self._exchange(index_set, slice(layer, layer + 1))
 
-    def _exchange(self, index_set: int, layers: slice) -> None:
-        for half in (ce_exchange_start, ce_exchange_wait):
-            for rank, channel in enumerate(self.channels):
-                plan = self.plans[rank][index_set]
-                half(self.caches[rank][layers], plan, self.workspaces[rank][layers], channel.state, channel)
+def _link_tb_per_s(ranks: ProcessRanks) -> float | None:
+    """What a rank sends to the next one's memory while all do, in TB/s; None where memory of peers cannot be mapped."""
+    if ranks.backend != "nccl" or ranks.world == 1:
+        return None
 
-    def poison(self) -> None:
-        for workspaces in self.workspaces:
-            for workspace in workspaces:
-                poison(workspace)
+    def measured() -> float:
+        import torch.distributed._symmetric_memory as symmetric
 
-    def error(self) -> float:
-        """1 if any byte of any workspace is wrong, for the last index set."""
-        wrong = 0
-        for layer in range(self.shape.layers):
-            expected = torch.full_like(self.workspaces[0][layer], 0)
-            filled = torch.zeros(len(expected), dtype=torch.bool, device=expected.device)
-            for rank, plans in enumerate(self.plans):
-                slots, places = self._owned(plans[-1], rank)
-                expected[places] = self.caches[rank][layer].flatten(0, 1)[slots]
-                filled[places] = True
-            for workspaces in self.workspaces:
-                wrong += int((workspaces[layer][filled] != expected[filled]).sum())
-        return float(wrong > 0)
+        own = symmetric.empty(LINK_BYTES, dtype=torch.uint8, device=ranks.device)
+        handle = symmetric.rendezvous(own, torch.distributed.group.WORLD.group_name)
+        target = handle.get_buffer((ranks.rank + 1) % ranks.world, (LINK_BYTES,), torch.uint8)
+        source = torch.randint(256, (LINK_BYTES,), dtype=torch.uint8, device=ranks.device)
+        target.copy_(source)
+        events = [torch.cuda.Event(enable_timing=True) for _ in range(2)]
+        torch.distributed.barrier()
+        events[0].record()
+        for _ in range(5):
+            target.copy_(source)
+        events[1].record()
+        torch.cuda.synchronize()
+        return 5 * LINK_BYTES / (events[0].elapsed_time(events[1]) * 1e-3) * 1e-12
 
-    def _owned(self, plan: torch.Tensor, rank: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """A rank's selected slots, and where their records belong in a workspace."""
-        offsets = self.selection.owner_offsets(plan)
-        owned = self.selection.owned_slots(plan).view(self.selection.requests, -1)
-        request = torch.arange(self.selection.requests, device=plan.device)[:, None]
-        place = torch.arange(owned.shape[1], device=plan.device)
-        places = request * self.selection.capacity_per_request + offsets[:, rank, None] + place
-        return owned[owned >= 0].long(), places[owned >= 0]
-
-    def close(self) -> None:
-        for channel in self.channels:
-            channel.close()
+    rate, failure = attempt(measured)
+    failure = ranks.agree(failure)
+    if failure is not None:
+        print(f"link not measured: {failure}")
+        return None
+    return ranks.mean(rate)
 
 
 if __name__ == "__main__":

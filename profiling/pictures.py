@@ -12,7 +12,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
 
 from . import results
-from .report import OURS, decode_grids, group_by, timed, unique
+from .report import OURS, decode_grids, exchange_cases, group_by, timed, unique
 
 INK, GREY, FAINT = "#222222", "#8a8a8a", "#e6e6e6"
 PALETTE = ("#0b5fa5", "#d1495b", "#2a9d5c", "#8c5fbf", "#c98a00", "#3aa6b9", "#7a5230")
@@ -40,7 +40,13 @@ RC = {
 
 def draw(document: dict, path: Path) -> None:
     """Draw the picture of one results document as a PNG file."""
-    makers = {"sparse_ckv_decode": _draw_decode, "records": _draw_records, results.DEMO: _draw_demo}
+    makers = {
+        "sparse_ckv_decode": _draw_decode,
+        "records": _draw_records,
+        "ce_exchange": _draw_exchange,
+        "dcp_decode": _draw_steps,
+        results.DEMO: _draw_demo,
+    }
     with plt.rc_context(RC):
         figure = makers[document["bench"]](document)
         figure.savefig(path, dpi=150, metadata={"Software": None})
@@ -77,6 +83,31 @@ def _draw_records(document: dict) -> Figure:
         lines = {layout: {case["tokens"]: case["us"] for case in of} for (layout,), of in by_layout.items()}
         _lines(axis, lines, op)
     return figure
+
+
+def _draw_exchange(document: dict) -> Figure:
+    """The widest records, a panel for each number of ranks and layers."""
+    exchanges, _, _ = exchange_cases(document)
+    widest = max(case["record_bytes"] for case in exchanges)
+    panels = group_by((case for case in exchanges if case["record_bytes"] == widest), "world", "layers")
+    title = f"exchange of {widest}-byte records, {document['device_name']}"
+    figure, axes = _panels(len(panels), title, "rows", "time of an exchange, µs")
+    for axis, ((world, layers), cases) in zip(axes, panels.items(), strict=True):
+        _lines(axis, _by_impl(cases), f"{world} ranks, {layers} layer{'s' if layers > 1 else ''}")
+    return figure
+
+
+def _draw_steps(document: dict) -> Figure:
+    panels = group_by((case for case in timed(document) if "traffic" not in case["impl"]), "world", "layout")
+    title = f"DCP decode step, {document['device_name']}"
+    figure, axes = _panels(len(panels), title, "rows", "time of a layer, µs")
+    for axis, ((world, layout), cases) in zip(axes, panels.items(), strict=True):
+        _lines(axis, _by_impl(cases), f"{layout}, {world} ranks")
+    return figure
+
+
+def _by_impl(cases: list[dict]) -> dict[str, dict[int, float]]:
+    return {impl: {case["rows"]: case["us"] for case in of} for (impl,), of in group_by(cases, "impl").items()}
 
 
 def _draw_demo(document: dict) -> Figure:

@@ -89,7 +89,13 @@ def render(readme: str, documents: list[dict], results_folder: str) -> str:
 
 def section(document: dict, results_folder: str) -> str:
     """Markdown of one results file."""
-    makers = {"sparse_ckv_decode": _decode_tables, "records": _record_tables, results.DEMO: _demo_tables}
+    makers = {
+        "sparse_ckv_decode": _decode_tables,
+        "records": _record_tables,
+        "ce_exchange": _exchange_tables,
+        "dcp_decode": _step_tables,
+        results.DEMO: _demo_tables,
+    }
     parts = [_heading(document), *makers.get(document["bench"], _plain_table)(document)]
     if has_picture(document):
         name = picture_name(document)
@@ -105,8 +111,9 @@ def has_picture(document: dict) -> bool:
     """Whether there are enough points on a line to draw one."""
     if document["bench"] == results.DEMO:
         return len({run["context"] for run in document["runs"]}) > 1
-    axis = {"sparse_ckv_decode": "rows", "records": "tokens"}.get(document["bench"])
-    return axis is not None and len({case[axis] for case in timed(document)}) > 2
+    axes = {"sparse_ckv_decode": "rows", "records": "tokens", "ce_exchange": "rows", "dcp_decode": "rows"}
+    axis = axes.get(document["bench"])
+    return axis is not None and len({case[axis] for case in timed(document) if axis in case}) > 2
 
 
 def timed(document: dict) -> list[dict]:
@@ -162,10 +169,13 @@ def _decode_tables(document: dict) -> list[str]:
         parts.append(f"Host time of one eager call (1 row, 1 head, 1 record): {times}.")
     if any(case.get("padded_heads", case["heads"]) != case["heads"] for case in document["cases"]):
         parts.append("FlashMLA serves 64 or 128 heads; a call with fewer pays for 64.")
+    return parts + _not_measured(document)
+
+
+def _not_measured(document: dict) -> list[str]:
     missing = [f"{_label(peer)} ({state})" for peer, state in document["peers"].items() if state != "ran"]
-    if missing:
-        parts.append(f"Not measured: {'; '.join(missing)}.")
-    return parts
+    missing += document.get("left_out", [])
+    return [f"Not measured: {'; '.join(missing)}."] if missing else []
 
 
 def _decode_grid(cases: list[dict], unit: str) -> list[str]:
@@ -222,6 +232,87 @@ def _record_tables(document: dict) -> list[str]:
             lines.append([f"`{layout}`", *cells])
         parts.append(f"`{op}`: {unit}, {_legend(shown)} in each cell, and the share of copy bandwidth of the first.")
         parts.append(_table(["layout", *(f"{count} token{'s' if count > 1 else ''}" for count in tokens)], lines))
+    return parts
+
+
+def exchange_cases(document: dict) -> tuple[list[dict], list[dict], list[dict]]:
+    """Exchanges by themselves, exchanges beside a computation, and packing."""
+    cases = timed(document)
+    packs = [case for case in cases if case.get("op") == "pack"]
+    besides = [case for case in cases if case.get("beside")]
+    return [case for case in cases if case not in packs and case not in besides], besides, packs
+
+
+def _exchange_tables(document: dict) -> list[str]:
+    exchanges, besides, packs = exchange_cases(document)
+    parts = [document["limits"]] if "limits" in document else []
+    if exchanges:
+        impls = unique(case["impl"] for case in exchanges)
+        lines = []
+        for (world, width, rows, layers), cases in group_by(
+            exchanges, "world", "record_bytes", "rows", "layers"
+        ).items():
+            union = next((case["union"] for case in cases if "union" in case), ABSENT)
+            cells = [_cell(cases, [impl], "µs") for impl in impls]
+            lines.append([str(world), str(width), str(rows), str(layers), f"{union:,.0f}", *cells])
+        header = ["ranks", "record bytes", "rows", "layers", "records in the unions", *map(_label, impls)]
+        parts += ["Exchanges, µs; `per-layer` moves the layers singly.", _table(header, lines)]
+    if besides:
+        parts += _beside_table(besides)
+    if packs:
+        lines = []
+        for (width, records), cases in group_by(packs, "record_bytes", "records").items():
+            us = {case["impl"]: case["us"] for case in cases}
+            share = f"{us['copy'] / us['pack']:.0%}" if {"copy", "pack"} <= us.keys() else ABSENT
+            times = [_time(us[impl], "µs") if impl in us else ABSENT for impl in ("pack", "pack-nothing", "copy")]
+            lines.append([str(width), f"{records:,}", *times, share])
+        parts.append(
+            "One rank alone, µs: its records from cache to workspace (with the two launches of any exchange), the same "
+            "with an empty plan, and a plain copy of as many bytes."
+        )
+        parts.append(_table(["record bytes", "records", "pack", "empty plan", "copy", "copy / pack"], lines))
+    return parts + _not_measured(document)
+
+
+def _beside_table(cases: list[dict]) -> list[str]:
+    """How long a computation takes with three layers travelling beside it, and how much of that is exposed."""
+    lines = []
+    for (beside, world, rows), of_shape in group_by(cases, "beside", "world", "rows").items():
+        alone = next((case for case in of_shape if case["impl"].endswith(" alone")), None)
+        for case in of_shape:
+            computed, exposed = case.get("compute_us"), ABSENT
+            slower = ABSENT
+            if alone is not None and case is not alone:
+                exposed = _time(max(case["us"] - alone["us"], 0.0), "µs")
+                if computed is not None and alone.get("compute_us"):
+                    slower = f"{computed / alone['compute_us'] - 1:+.1%}"
+            shown = ABSENT if computed is None else _time(computed, "µs")
+            lines.append([beside, str(world), str(rows), case["impl"], _time(case["us"], "µs"), shown, slower, exposed])
+    note = (
+        f"Three layers of {cases[0]['record_bytes']}-byte records that travel beside a computation, µs: all of it, the "
+        "computation by itself and how much slower than alone, and what the exchange adds to the whole."
+    )
+    header = ["beside", "ranks", "rows", "what runs", "all", "computation", "slower by", "exposed"]
+    return [note, _table(header, lines)]
+
+
+def _step_tables(document: dict) -> list[str]:
+    parts = [document["limits"]] if "limits" in document else []
+    for (layout, world), cases in group_by(timed(document), "layout", "world").items():
+        impls = unique(case["impl"] for case in cases if case["impl"] != "auto")
+        lines = []
+        for (rows,), of_rows in sorted(group_by(cases, "rows").items()):
+            cells = [_cell(of_rows, [impl], "µs") for impl in impls]
+            auto = next((case for case in of_rows if case["impl"] == "auto"), None)
+            chosen = ABSENT if auto is None else f"{auto['chosen']} {_time(auto['us'], 'µs')}"
+            behind = f" ({auto['behind_best']:+.0%})" if auto is not None and "behind_best" in auto else ""
+            lines.append([str(rows), f"{of_rows[0]['union']:,.0f}", *cells, chosen + behind])
+        first = cases[0]
+        parts.append(
+            f"`{layout}`, {world} ranks, {first['heads']} heads on each, top-k {first['topk']}: µs a layer, of a Full "
+            f"layer and {first['shared_layers']} Shared layers; what `auto` chose, and how far it is from the best."
+        )
+        parts.append(_table(["rows", "records in the unions", *impls, "auto"], lines))
     return parts
 
 

@@ -1,5 +1,6 @@
 """Every benchmark shape, once, with the bytes it must move and the operations it must do."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import product
 
@@ -21,6 +22,16 @@ MTP_POOL = 1.5
 RECORD_TOKENS = (1, 64, 4096, 65536)
 PLAN_ROWS = (4, 16, 32)
 PLAN_WORLDS = (1, 4, 8)
+EXCHANGE_ROWS = (1, 4, 8, 16, 32)
+# The widest first: a run that is short of time leaves out what comes last.
+EXCHANGE_RECORD_BYTES = (656, 432, 368)
+EXCHANGE_LAYERS = (1, 3)
+EXCHANGE_WORLDS = (2, 4, 8)
+BESIDE_ROWS = (4, 32)
+PACK_RECORDS = (2048, 8192, 32_768, 65_536)
+SHARED_LAYERS = 3
+STEP_LAYOUTS = (MAIN_LAYOUT, "nvfp4_ds_mla")
+STEP_QUICK_ROWS = (1, 8, 32)
 # Slot index of one token in a list (int32), and slot of one token in a write (int64).
 INDEX_BYTES = 4
 SLOT_BYTES = 8
@@ -121,6 +132,12 @@ class PlanShape:
         return round(MTP_POOL * self.topk) if self.rows_per_request > 1 else self.topk
 
     @property
+    def union(self) -> int:
+        """Distinct positions of all requests (expected)."""
+        missed = (1 - self.topk / self.request_pool) ** self.rows_per_request
+        return round(self.requests * self.request_pool * (1 - missed))
+
+    @property
     def bytes(self) -> int:
         """Fewest bytes through memory: every list read once, `remap` and `owned_slots` written once."""
         return 3 * self.rows * self.topk * INDEX_BYTES
@@ -173,27 +190,31 @@ def plan_grid(device_type: str, quick: bool) -> list[PlanShape]:
 
 @dataclass(frozen=True)
 class ExchangeShape:
-    """One exchange of `layers` layers among `world` ranks: what `rows` query tokens selected, four of each request."""
+    """One exchange of `layers` layers among `world` ranks: what `rows` query tokens selected, up to four of a request.
+
+    `beside`: the computation that runs at the same time, if any.
+    """
 
     rows: int
     topk: int
     record_bytes: int
     world: int
     layers: int
+    beside: str = ""
 
     @property
     def plan(self) -> PlanShape:
-        return PlanShape(self.rows, self.topk, self.world)
-
-    @property
-    def union(self) -> int:
-        """Records that all requests selected, where the rows of a request choose from one pool."""
-        return self.plan.requests * self.plan.request_pool
+        return PlanShape(self.rows, self.topk, self.world, min(self.rows, MTP_ROWS_PER_REQUEST))
 
     @property
     def bytes(self) -> int:
-        """Fewest bytes through memory for all ranks: every rank's workspace read from somewhere and written once."""
-        return 2 * self.world * self.layers * self.union * self.record_bytes
+        """What a rank receives from its peers (the expected union)."""
+        return self.memory_bytes * (self.world - 1) // (2 * self.world * self.world)
+
+    @property
+    def memory_bytes(self) -> int:
+        """Fewest bytes through memory for all ranks together: every workspace read from somewhere and written once."""
+        return 2 * self.world * self.layers * self.plan.union * self.record_bytes
 
     @property
     def flops(self) -> int:
@@ -207,13 +228,91 @@ class ExchangeShape:
             "world": self.world,
             "layers": self.layers,
             "rows_per_request": self.plan.rows_per_request,
+            **({"beside": self.beside} if self.beside else {}),
         }
 
 
-EXCHANGE_RECORD_BYTES = (368, 432, 656)
-EXCHANGE_LAYERS = (1, 3)
+@dataclass(frozen=True)
+class PackShape:
+    """Records of one rank, gathered from its cache into its workspace."""
+
+    records: int
+    record_bytes: int
+
+    @property
+    def bytes(self) -> int:
+        return self.records * (2 * self.record_bytes + INDEX_BYTES)
+
+    @property
+    def flops(self) -> int:
+        return 0
+
+    def fields(self) -> dict:
+        return {"op": "pack", "records": self.records, "record_bytes": self.record_bytes}
 
 
-def exchange_grid(quick: bool) -> list[ExchangeShape]:
-    rows, widths = ((4,), (656,)) if quick else (PLAN_ROWS, EXCHANGE_RECORD_BYTES)
-    return [ExchangeShape(r, MAIN_TOPK, w, 4, n) for r, w, n in product(rows, widths, EXCHANGE_LAYERS)]
+@dataclass(frozen=True)
+class StepShape:
+    """A decode step of a rank through one Full layer and the Shared layers that follow, under DCP."""
+
+    rows: int
+    heads: int
+    topk: int
+    layout: str
+    world: int
+    shared_layers: int = SHARED_LAYERS
+
+    @property
+    def plan(self) -> PlanShape:
+        return PlanShape(self.rows, self.topk, self.world, min(self.rows, MTP_ROWS_PER_REQUEST))
+
+    @property
+    def record_bytes(self) -> int:
+        return LAYOUTS[self.layout].record_bytes
+
+    @property
+    def bytes(self) -> int:
+        """A layer's selected records, read once, wherever they are (the expected union)."""
+        return self.plan.union * self.record_bytes
+
+    @property
+    def flops(self) -> int:
+        return 2 * self.rows * self.heads * self.topk * (LAYOUTS[self.layout].query_dim + LATENT_DIM)
+
+    def fields(self) -> dict:
+        return {
+            "rows": self.rows,
+            "heads": self.heads,
+            "topk": self.topk,
+            "layout": self.layout,
+            "world": self.world,
+            "shared_layers": self.shared_layers,
+            "rows_per_request": self.plan.rows_per_request,
+        }
+
+
+def exchange_grid(worlds: Sequence[int], quick: bool) -> list[ExchangeShape]:
+    rows, widths = (EXCHANGE_ROWS[:3], (656,)) if quick else (EXCHANGE_ROWS, EXCHANGE_RECORD_BYTES)
+    return [
+        ExchangeShape(r, MAIN_TOPK, width, world, layers)
+        for world, width, r, layers in product(worlds, widths, rows, EXCHANGE_LAYERS)
+    ]
+
+
+def beside_grid(worlds: Sequence[int], quick: bool) -> list[ExchangeShape]:
+    """Three layers that travel while something else is computed."""
+    rows = BESIDE_ROWS[:1] if quick else BESIDE_ROWS
+    return [
+        ExchangeShape(r, MAIN_TOPK, LAYOUTS[MAIN_LAYOUT].record_bytes, world, 3, beside)
+        for world, beside, r in product(worlds, ("gemm", "attention"), rows)
+    ]
+
+
+def pack_grid(quick: bool) -> list[PackShape]:
+    records, widths = (PACK_RECORDS[:2], (656,)) if quick else (PACK_RECORDS, EXCHANGE_RECORD_BYTES)
+    return [PackShape(count, width) for width, count in product(widths, records)]
+
+
+def step_grid(worlds: Sequence[int], quick: bool) -> list[StepShape]:
+    rows, layouts = (STEP_QUICK_ROWS, STEP_LAYOUTS[:1]) if quick else (EXCHANGE_ROWS, STEP_LAYOUTS)
+    return [StepShape(r, MAIN_HEADS, MAIN_TOPK, layout, world) for world, layout, r in product(worlds, layouts, rows)]

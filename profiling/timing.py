@@ -155,8 +155,8 @@ def _checked(contender: Contender, final: Callable[[], None], rounds: list[list[
     return Timing(*summarise(rounds), error)
 
 
-def _cuda_sampler(contender: Contender, num_sets: int) -> tuple[Callable[[], list[float]], Callable[[], None]]:
-    """Capture one rotation. Returns a function that samples it and one that runs it once and waits."""
+def captured_rotation(contender: Contender, num_sets: int) -> Callable[[], None]:
+    """Capture one rotation of a contender's calls. Returns a function that replays it."""
     # Compilation, module loading and one-time set-up happen here, before capture, on the stream that captures.
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
@@ -168,24 +168,30 @@ def _cuda_sampler(contender: Contender, num_sets: int) -> tuple[Callable[[], lis
     with torch.cuda.graph(graph, stream=stream):
         for index_set in range(num_sets):
             contender.call(index_set)
+    return graph.replay
+
+
+def _cuda_sampler(contender: Contender, num_sets: int) -> tuple[Callable[[], list[float]], Callable[[], None]]:
+    """Returns a function that samples one rotation and one that runs it once and waits."""
+    replay = captured_rotation(contender, num_sets)
 
     def sample() -> list[float]:
         until = time.perf_counter() + SETTLE_SECONDS
         while time.perf_counter() < until:
-            graph.replay()
+            replay()
             torch.cuda.synchronize()
         events = [[torch.cuda.Event(enable_timing=True) for _ in range(2)] for _ in range(CUDA_SAMPLES)]
         # One replay ahead keeps the device busy while the host enqueues the first sample.
-        graph.replay()
+        replay()
         for begin, end in events:
             begin.record()
-            graph.replay()
+            replay()
             end.record()
         torch.cuda.synchronize()
         return [begin.elapsed_time(end) * 1e3 / num_sets for begin, end in events]
 
     def final() -> None:
-        graph.replay()
+        replay()
         torch.cuda.synchronize()
 
     return sample, final

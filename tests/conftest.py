@@ -1,10 +1,15 @@
 """Fixtures and rules that all tests share."""
 
+import os
 import zlib
 
 import hypothesis
 import pytest
 import torch
+
+# A stream that waits for memory holds up its hardware queue, and ranks of one process share 8 of them where nobody asks
+# for more. Read when CUDA starts.
+os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")
 
 # Derandomised: a failure on one machine is the same failure on another, and no example database is left behind.
 hypothesis.settings.register_profile("package", derandomize=True, deadline=None, database=None)

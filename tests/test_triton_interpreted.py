@@ -1,7 +1,7 @@
 """Runs every Triton kernel on the CPU in Triton's interpreter, against the reference.
 
-The interpreter is chosen when Triton is imported, for a whole process, so `tests/<family>/interpreted_triton.py` (plain
-pytest tests, under a name that is not collected by itself) runs in a process of its own.
+The interpreter is chosen when Triton is imported, for a whole process, so each `tests/<family>/interpreted_triton*.py`
+(plain pytest tests, under a name that is not collected by itself) runs in a process of its own.
 """
 
 import os
@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 TESTS = Path(__file__).parent
-FILES = sorted(str(path.relative_to(TESTS)) for path in TESTS.glob("*/interpreted_triton.py"))
+FILES = sorted(str(path.relative_to(TESTS)) for path in TESTS.glob("*/interpreted_triton*.py"))
 
 
 @pytest.mark.parametrize("file", FILES)

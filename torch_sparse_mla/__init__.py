@@ -1,10 +1,11 @@
 """PyTorch operators for sparse multi-head latent attention (MLA). Importing registers `torch.ops.torch_sparse_mla`."""
 
 from ._ops import SPLITTING_OPS, explain
-from .dcp import DcpSparseDecode, LinkCosts, run_loopback
+from .dcp import DcpSparseDecode, LinkCosts, PeerCaches, run_loopback, union_growth
 from .decode.api import (
     merge_partial_attention,
     sparse_ckv_decode,
+    sparse_ckv_decode_peers,
     sparse_ckv_decode_workspace_bytes,
     warmup_sparse_ckv_decode,
 )
@@ -14,7 +15,7 @@ from .exchange.group import LoopbackGroup
 from .records import LAYOUTS, RecordLayout, dequantise_records, quantise_records
 from .records.api import read_ckv_records, write_ckv_records
 from .selection import SelectionPlan, selection_plan_words
-from .selection.api import current_token_slots, plan_selection
+from .selection.api import current_token_slots, plan_selection, selected_slots
 
 __version__ = "0.1.0"
 
@@ -26,6 +27,7 @@ __all__ = [
     "ExchangeError",
     "LinkCosts",
     "LoopbackGroup",
+    "PeerCaches",
     "RecordLayout",
     "SelectionPlan",
     "ce_exchange",
@@ -40,9 +42,12 @@ __all__ = [
     "quantise_records",
     "read_ckv_records",
     "run_loopback",
+    "selected_slots",
     "selection_plan_words",
     "sparse_ckv_decode",
+    "sparse_ckv_decode_peers",
     "sparse_ckv_decode_workspace_bytes",
+    "union_growth",
     "warmup_sparse_ckv_decode",
     "write_ckv_records",
 ]

@@ -46,29 +46,29 @@ def check_layout(op: str, layout: str) -> RecordLayout:
     return LAYOUTS[layout]
 
 
-def check_cache(op: str, cache: torch.Tensor, layout: RecordLayout) -> None:
+def check_cache(op: str, cache: torch.Tensor, layout: RecordLayout, argument: str = "cache") -> None:
     """A paged cache `uint8 [pages, page_size, record_bytes]`: records packed within a page, page stride free."""
-    check_dtype(op, "cache", cache, (torch.uint8,))
+    check_dtype(op, argument, cache, (torch.uint8,))
     if cache.dim() != 3 or cache.shape[2] != layout.record_bytes or cache.shape[1] < 1:
         reject(
             op,
-            "cache",
+            argument,
             f"shape {list(cache.shape)}",
             f"shape [pages, page_size >= 1, {layout.record_bytes}] for layout {layout.name}",
         )
     pages, page_size, record_bytes = cache.shape
     if cache.stride(2) != 1 or (page_size > 1 and cache.stride(1) != record_bytes):
-        reject(op, "cache", f"strides {list(cache.stride())}", f"strides [any, {record_bytes}, 1]")
+        reject(op, argument, f"strides {list(cache.stride())}", f"strides [any, {record_bytes}, 1]")
     page_stride = cache.stride(0)
     if pages > 1 and (page_stride < page_size * record_bytes or page_stride % ALIGNMENT_BYTES):
         reject(
             op,
-            "cache",
+            argument,
             f"a page stride of {page_stride} bytes",
             f"a multiple of {ALIGNMENT_BYTES} from {page_size * record_bytes} up",
         )
     if not is_fake(cache) and cache.data_ptr() % ALIGNMENT_BYTES:
-        reject(op, "cache", "a misaligned first byte", f"storage aligned to {ALIGNMENT_BYTES} bytes")
+        reject(op, argument, "a misaligned first byte", f"storage aligned to {ALIGNMENT_BYTES} bytes")
 
 
 def refuse_gradients(op: str, **tensors: torch.Tensor | None) -> None:

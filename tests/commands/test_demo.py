@@ -57,16 +57,16 @@ def test_demo_runs_glm5_next_on_a_context_taken_over(monkeypatch, capsys):
 SHARDED = ["demo", "--device", "cpu", "--model", "glm_moe_dsa", "--context", "96", "--tokens", "3"]
 
 
-@pytest.mark.parametrize("world", [1, 2, 4])
+@pytest.mark.parametrize("world", [1, 2, 4, 8])
 def test_demo_runs_every_strategy_over_ranks(world, tmp_path, capsys):
     json_file = tmp_path / "demo.json"
     options = ["--layout", "fp8_ds_mla", "--world", str(world), "--strategy", "all", "--json", str(json_file)]
     assert main([*SHARDED, *options]) == 0
     printed = capsys.readouterr().out
-    assert "5 of 5 runs passed" in printed and f"{world} rank(s) in this process" in printed
+    assert "6 of 6 runs passed" in printed and f"{world} rank(s) in this process" in printed
     unsharded, *runs = json.loads(json_file.read_text())["runs"]
     assert (unsharded["world"], unsharded["strategy"], unsharded["chosen"]) == (1, "local", "local")
-    assert [run["strategy"] for run in runs] == ["auto", "owner_merge", "exchange", "exchange_bulk"]
+    assert [run["strategy"] for run in runs] == ["auto", "owner_merge", "exchange", "exchange_bulk", "peer_read"]
     for run in runs:
         assert run["world"] == world and run["tokens"] == unsharded["tokens"] and run["faults"] == []
         assert run["chosen"] == run["strategy"] or run["strategy"] == "auto"
@@ -81,7 +81,21 @@ def test_demo_draws_sharded_runs_and_chooses_by_itself(tmp_path, capsys):
     assert picture.read_bytes().startswith(PNG_SIGNATURE)
 
 
-@pytest.mark.parametrize("strategy", ["owner_merge", "exchange", "exchange_bulk"])
+def test_demo_says_what_it_cannot_run(capsys):
+    assert main([*SHARDED, "--layout", "fp8_ds_mla", "--world", "16", "--strategy", "all", "--tokens", "1"]) == 0
+    printed = capsys.readouterr().out
+    assert "Not run: peer_read: attention reads the caches of at most 8 ranks" in printed
+    assert "5 of 5 runs passed" in printed
+
+
+def test_demo_refuses_by_name_what_it_cannot_run(capsys):
+    with pytest.raises(SystemExit) as refused:
+        main([*SHARDED, "--world", "16", "--strategy", "exchange", "--strategy", "peer_read"])
+    assert refused.value.code == 2
+    assert "--strategy: got 'peer_read', which cannot run here: attention reads" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("strategy", ["owner_merge", "exchange", "exchange_bulk", "peer_read"])
 def test_demo_fails_with_a_broken_shard(strategy, monkeypatch, capsys):
     attend = loopback_ranks.LoopbackRanks.attend
 
@@ -141,7 +155,7 @@ def test_demo_fails_with_a_broken_operator(broken, layout, monkeypatch, capsys):
         (["--context", "1e3"], "an integer from 2 to 65000"),
         (["--world", "0"], "an integer from 1 to 16"),
         (["--world", "3"], "1, 2, 4, 8, 16"),
-        (["--world", "2", "--strategy", "peer_read"], "all, auto, owner_merge, exchange, exchange_bulk"),
+        (["--world", "2", "--strategy", "local"], "all, auto, owner_merge, exchange, exchange_bulk, peer_read"),
         (["--tokens", "0"], "an integer from 1 to 512"),
         (["--seed", "-1"], "an integer from 0"),
         (["--json", "no/such/directory/x.json"], "a file in a directory that exists"),

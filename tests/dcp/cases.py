@@ -11,7 +11,7 @@ from torch_sparse_mla.dcp import DcpSparseDecode, LinkCosts, run_loopback
 POISON = 0xFF
 SCALE = 0.06
 _names = itertools.count()
-COSTS = LinkCosts(hop_us=5.0, us_per_byte=1e-5, attend_local_us=10.0, attend_owner_us=12.0)
+COSTS = LinkCosts(hop_us=5.0, us_per_byte=1e-5, attend_local_us=10.0, attend_owner_us=12.0, attend_peers_us=11.0)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -1,46 +1,54 @@
 """Warm-up, the cost model and what `auto` makes of it, refusals, the life of a rank."""
 
 import dataclasses
+import math
 
 import pytest
 import torch
 
 from torch_sparse_mla import ExchangeError, LoopbackGroup
-from torch_sparse_mla.dcp import LinkCosts, run_loopback
-from torch_sparse_mla.dcp.costs import Sizes, predict
+from torch_sparse_mla.dcp import DcpSparseDecode, LinkCosts, PeerCaches, run_loopback, union_growth
+from torch_sparse_mla.dcp.costs import ASSUMED_UNION_GROWTH, Sizes, predict
 
 from .cases import COSTS, Model, Shape, close, fill_context, layer_steps, make_rank, make_ranks, run_step
 
 SIZES = Sizes(
     world=4, requests=1, rows_per_request=4, heads=16, topk=2048, record_bytes=656, query_bytes=1152,
-    partial_bytes=1040, shared_layers=3,
+    partial_bytes=1028, shared_layers=3,
 )  # fmt: skip
 
 
 def us(costs, sizes=SIZES):
-    return {row.strategy: row.us_per_layer for row in predict(sizes, costs, sizes.world)}
+    return {row.strategy: row.us_per_layer for row in predict(sizes, costs)}
 
 
 def test_the_model_by_hand():
     costs = LinkCosts(
-        hop_us=4, us_per_byte=1e-3, attend_local_us=10, attend_owner_us=11, plan_us=8, slots_us=4, union_growth=0.5
+        hop_us=4,
+        us_per_byte=1e-3,
+        attend_local_us=10,
+        attend_owner_us=11,
+        plan_us=8,
+        slots_us=4,
+        union_growth=0.5,
+        attend_peers_us=12,
     )
     moved = 2048 * 2.5 * 656 * 3 / 4
-    merged = 3 * 64 * (1152 + 4 * 1040)
-    rows = {row.strategy: row for row in predict(SIZES, costs, 4)}
-    assert [row.bytes_per_layer for row in rows.values()] == [merged, moved, moved]
-    assert [row.hops_per_layer for row in rows.values()] == [2, 1, 0.5]
+    merged, read = 3 * 64 * (1152 + 1028), 4 * 2048 * 656 * 3 / 4
+    rows = {row.strategy: row for row in predict(SIZES, costs)}
+    assert [row.bytes_per_layer for row in rows.values()] == [merged, moved, moved, read]
+    assert [row.hops_per_layer for row in rows.values()] == [2, 1, 0.5, 1]
     assert rows["owner_merge"].us_per_layer == pytest.approx(8 + merged * 1e-3 + 11 + 1)
     assert rows["exchange"].us_per_layer == pytest.approx(4 + moved * 1e-3 + 10 + 2)
     assert rows["exchange_bulk"].us_per_layer == pytest.approx((2 * 4 + 4 * moved * 1e-3) / 4 + 10 + 2)
-    assert predict(SIZES, costs, 1)[0].bytes_per_layer == 3 * 64 * (1152 + 1040)
+    assert rows["peer_read"].us_per_layer == pytest.approx(4 + 12 + 1)
     covered = dataclasses.replace(costs, cover_us=1e9)
     assert us(covered)["exchange_bulk"] == pytest.approx((4 + moved * 1e-3) / 4 + 10 + 2)
 
 
 def test_one_rank_moves_nothing():
     alone = dataclasses.replace(SIZES, world=1)
-    assert us(COSTS, alone) == {"owner_merge": 12, "exchange": 10, "exchange_bulk": 10}
+    assert us(COSTS, alone) == {"owner_merge": 12, "exchange": 10, "exchange_bulk": 10, "peer_read": 11}
 
 
 @pytest.mark.parametrize(
@@ -50,6 +58,8 @@ def test_one_rank_moves_nothing():
         (LinkCosts(hop_us=1, us_per_byte=0, attend_local_us=100, attend_owner_us=10), "owner_merge"),
         (LinkCosts(hop_us=100, us_per_byte=0, attend_local_us=10, attend_owner_us=10), "exchange_bulk"),
         (LinkCosts(hop_us=0, us_per_byte=0, attend_local_us=10, attend_owner_us=20), "exchange"),
+        # Attention over peers' caches that costs no more than over one's own.
+        (LinkCosts(hop_us=4, us_per_byte=1, attend_local_us=10, attend_owner_us=20, attend_peers_us=10), "peer_read"),
     ],
 )
 def test_auto_chooses_the_cheapest_on_every_rank(costs, chosen, generator):
@@ -58,7 +68,9 @@ def test_auto_chooses_the_cheapest_on_every_rank(costs, chosen, generator):
     assert [rank.chosen for rank in ranks] == [chosen] * 3
     explained = ranks[1].explain()
     assert explained["strategy"] == chosen and explained["asked"] == "auto"
-    assert [row["strategy"] for row in explained["table"]] == ["owner_merge", "exchange", "exchange_bulk"]
+    known = ["owner_merge", "exchange", "exchange_bulk", *(["peer_read"] if costs.attend_peers_us is not None else [])]
+    assert [row["strategy"] for row in explained["table"]] == known
+    assert ("peer_read" in explained["not_considered"]) == (costs.attend_peers_us is None)
     cheapest = min(explained["table"], key=lambda row: row["us_per_layer"])
     assert cheapest["strategy"] == chosen and f"{chosen} {cheapest['us_per_layer']:.1f}" in explained["why"]
     model = Model(shape, generator)
@@ -85,8 +97,9 @@ def test_warmup_measures_what_is_not_given():
     ranks = make_ranks(Shape(world=2), "auto", costs=None)
     figures = dataclasses.asdict(ranks[0].costs)
     assert ranks[0].costs == ranks[1].costs and ranks[0].chosen == ranks[1].chosen
-    for name in ("hop_us", "attend_local_us", "attend_owner_us", "plan_us", "slots_us"):
+    for name in ("hop_us", "attend_local_us", "attend_owner_us", "attend_peers_us", "plan_us", "slots_us"):
         assert figures[name] > 0
+    assert math.isfinite(figures["cover_us"]) and figures["union_growth"] == ASSUMED_UNION_GROWTH
     # A second warm-up does nothing.
     assert run_loopback([rank.warmup_steps() for rank in ranks]) == [ranks[0].chosen] * 2
     close(ranks)
@@ -105,8 +118,8 @@ def test_explain_says_what_auto_would_have_done():
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"strategy": "peer_read"}, r"'strategy': got 'peer_read'; allowed: .*\(no attention kernel here reads peers"),
         ({"strategy": "Exchange"}, r"'strategy': got 'Exchange'; allowed: auto, owner_merge, exchange, exchange_bulk"),
+        ({"strategy": "replicate"}, r"'strategy': got 'replicate'"),
         ({"layout": "fp8"}, r"'layout': got 'fp8'"),
         ({"heads": 0}, r"'heads': got 0; allowed: an integer from 1 to 128"),
         ({"shared_layers": -1}, r"'shared_layers': got -1"),
@@ -154,7 +167,10 @@ def call(model, **changes):
         ({"block_table": torch.zeros(3, 5, dtype=torch.int32)}, "block_table"),
         ({"lengths": torch.ones(3, dtype=torch.int32)}, "lengths"),
         ({"sink": torch.ones(3)}, "sink"),
-        ({"shared_caches": [torch.zeros(1, 8, 656, dtype=torch.uint8)]}, "shared_caches"),
+        ({"shared_caches": [torch.zeros(1, 8, 640, dtype=torch.uint8)]}, r"shared_caches\[0\]"),
+        ({"out": torch.zeros(4, 4, 576)}, "out"),
+        ({"out": torch.zeros(4, 4, 512).bfloat16()}, "out"),
+        ({"lse": torch.zeros(4, 8)[:, ::2]}, "lse"),
     ],
 )
 def test_a_call_refuses_before_anything_is_sent(strategy, changes, argument, generator):
@@ -192,3 +208,61 @@ def test_order_of_calls(generator):
     close(ranks)
     with pytest.raises(ValueError, match="which is closed"):
         ranks[0].full(**call(model))
+
+
+def test_peer_read_is_refused_where_nobody_could_read():
+    with pytest.raises(ValueError, match=r"'strategy': got 'peer_read'; .*reads the caches of at most 8 ranks"):
+        make_rank(Shape(world=9), "peer_read", LoopbackGroup(9).rank(0), "nine")
+    step = make_rank(Shape(world=9), "exchange", LoopbackGroup(9).rank(0), "nine")
+    with pytest.raises(ValueError, match="'empty_cache': got ranks that cannot read one another's memory"):
+        step.empty_cache(1)
+    with pytest.raises(ValueError, match="PeerCaches: argument 'group'"):
+        PeerCaches(LoopbackGroup(9).rank(0))
+
+
+def test_union_growth_of_real_lists():
+    lists = torch.tensor([[0, 1, 2, 3], [0, 1, 2, 4], [5, 6, 7, -1], [5, 6, 7, -1]])
+    assert union_growth(lists, 2) == pytest.approx((1 / 4 + 0) / 2)
+    assert union_growth(torch.full((4, 3), -1), 4) == 0
+    apart = torch.arange(12).view(3, 4)
+    assert union_growth(apart, 3) == pytest.approx(1.0)
+    with pytest.raises(ValueError, match="allowed: one request or more, of 2 rows or more"):
+        union_growth(lists, 1)
+
+
+def test_union_growth_can_be_given_beside_measured_costs():
+    ranks = make_ranks(Shape(world=2), "owner_merge", costs=None, union_growth=0.6)
+    assert ranks[0].explain()["costs"]["union_growth"] == 0.6
+    close(ranks)
+    with pytest.raises(ValueError, match="'union_growth': got -1"):
+        make_ranks(Shape(world=1), "owner_merge", costs=None, union_growth=-1)
+
+
+def test_auto_keeps_away_from_bulk_where_the_flag_is_off(monkeypatch):
+    monkeypatch.setenv("TORCH_SPARSE_MLA_BULK_PREFETCH", "0")
+    costs = LinkCosts(hop_us=100, us_per_byte=0, attend_local_us=10, attend_owner_us=10)
+    ranks = make_ranks(Shape(world=2), "auto", costs=costs)
+    explained = ranks[0].explain()
+    assert explained["strategy"] == "exchange"
+    assert explained["not_considered"]["exchange_bulk"] == "TORCH_SPARSE_MLA_BULK_PREFETCH=0"
+    assert "exchange_bulk" not in explained["why"]
+    close(ranks)
+
+
+@pytest.mark.parametrize("value", ["", "true", "2", " 1"])
+def test_the_bulk_flag_is_strict(value, monkeypatch):
+    monkeypatch.setenv("TORCH_SPARSE_MLA_BULK_PREFETCH", value)
+    with pytest.raises(ValueError, match=f"TORCH_SPARSE_MLA_BULK_PREFETCH: got '{value}'; allowed: 0 or 1"):
+        make_ranks(Shape(world=1), "exchange_bulk")
+
+
+def test_the_bulk_flag_must_be_the_same_on_every_rank(monkeypatch):
+    group = LoopbackGroup(2)
+    ranks = [make_rank(Shape(world=2), "exchange_bulk", group.rank(rank), "flags") for rank in range(2)]
+
+    def steps(rank: DcpSparseDecode, value: str):
+        monkeypatch.setenv("TORCH_SPARSE_MLA_BULK_PREFETCH", value)
+        yield from rank.warmup_steps()
+
+    with pytest.raises(ValueError, match=r"BULK_PREFETCH: got \{0: 0, 1: 1\} by rank; allowed: the same"):
+        run_loopback([steps(rank, str(number)) for number, rank in enumerate(ranks)])

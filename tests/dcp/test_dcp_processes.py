@@ -1,5 +1,7 @@
 """Ranks that are processes of a gloo group."""
 
+import os
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -57,3 +59,25 @@ def test_processes_match_the_unsharded_cache(world, strategy, costs, tmp_path):
     assert len({chosen for chosen, _ in results}) == 1
     assert strategy in ("auto", results[0][0])
     assert all(transports == {"collective"} for _, transports in results)
+
+
+def refused(rank, shape):
+    """On every rank, and nobody hangs: a strategy that processes on the CPU cannot run, and flags that differ."""
+    with pytest.raises(ValueError, match=r"'strategy': got 'peer_read'; .*a process maps no memory of another"):
+        make_rank(shape, "peer_read", dist.group.WORLD, "dcp")
+    for values, error in ((("1", "0"), "by rank; allowed: the same on every rank"), (("1", "yes"), "got 'yes'")):
+        os.environ["TORCH_SPARSE_MLA_BULK_PREFETCH"] = values[rank]
+        step = make_rank(shape, "exchange_bulk", dist.group.WORLD, "dcp")
+        with pytest.raises((ValueError, RuntimeError), match=error):
+            step.warmup()
+    os.environ["TORCH_SPARSE_MLA_BULK_PREFETCH"] = "1"
+    step = make_rank(shape, "auto", dist.group.WORLD, "dcp", None)
+    step.warmup()
+    explained = step.explain()["not_considered"]
+    step.close()
+    return explained
+
+
+def test_refusals_are_those_of_every_rank(tmp_path):
+    for explained in run_ranks(2, refused, tmp_path, Shape(world=2)):
+        assert explained == {"peer_read": "a gloo group of 2 on the CPU: a process maps no memory of another"}

@@ -9,9 +9,20 @@ from torch_sparse_mla import LAYOUTS
 from torch_sparse_mla.dcp import run_loopback, strategies
 from torch_sparse_mla.dcp.steps import finish
 
-from .cases import Model, Shape, close, fill_context, layer_steps, make_ranks, rank_steps, run_step, step_lengths
+from .cases import (
+    Model,
+    Shape,
+    close,
+    fill_context,
+    layer_steps,
+    make_ranks,
+    rank_steps,
+    run_step,
+    select,
+    step_lengths,
+)
 
-STRATEGIES = ("owner_merge", "exchange", "exchange_bulk")
+STRATEGIES = ("owner_merge", "exchange", "exchange_bulk", "peer_read")
 every_strategy = pytest.mark.parametrize("strategy", STRATEGIES)
 
 
@@ -27,7 +38,7 @@ def check(model, ranks, steps=3, topk=None, fetched=None):
 
 
 @every_strategy
-@pytest.mark.parametrize("world", [1, 2, 3, 4])
+@pytest.mark.parametrize("world", [1, 2, 3, 8])
 def test_ranks_match_the_unsharded_cache(strategy, world, generator, device):
     model = Model(Shape(world=world), generator, device)
     fill_context(model)
@@ -93,6 +104,8 @@ def test_bulk_exchanges_what_was_not_fetched_ahead(fetched, generator):
     check(model, ranks, fetched=fetched)
     # Each step: the Full layer, what is fetched ahead, and one exchange for each layer that is not; warm-up: 2.
     assert ranks[0].channels[0].state[1] == 2 + 3 * (1 + fetched + 2 - fetched)
+    alone = ranks[0].explain()["bulk"]["exchanged_alone"]
+    assert alone == {"group not full: its cache was not among shared_caches": 3 * (2 - fetched)}
     close(ranks)
 
 
@@ -184,3 +197,185 @@ def test_ranks_on_threads_of_their_own(strategy, generator):
         torch.testing.assert_close(out, want, rtol=1e-4, atol=1e-5)
         torch.testing.assert_close(lse, want_lse, rtol=1e-4, atol=1e-4)
     close(ranks)
+
+
+def test_bulk_counts_layers_beyond_its_room(generator):
+    model = Model(Shape(shared_layers=3), generator)
+    fill_context(model)
+    ranks = make_ranks(model.shape, "exchange_bulk", shared_layers=2)
+    check(model, ranks, steps=2)
+    bulk = ranks[0].explain()["bulk"]
+    assert bulk["fetches_ahead"] == 2
+    assert bulk["exchanged_alone"] == {"capacity: the channel has room for 2 layers (shared_layers)": 2}
+    close(ranks)
+
+
+def test_bulk_exchanges_everything_alone_where_the_flag_is_off(generator, monkeypatch):
+    monkeypatch.setenv("TORCH_SPARSE_MLA_BULK_PREFETCH", "0")
+    model = Model(Shape(), generator)
+    fill_context(model)
+    ranks = make_ranks(model.shape, "exchange_bulk")
+    check(model, ranks, steps=2)
+    # Warm-up counts as well: a step of three layers.
+    assert ranks[0].explain()["bulk"] == {
+        "flag": "TORCH_SPARSE_MLA_BULK_PREFETCH=0",
+        "fetches_ahead": 0,
+        "exchanged_alone": {"TORCH_SPARSE_MLA_BULK_PREFETCH=0": 2 * 3},
+    }
+    close(ranks)
+
+
+@pytest.mark.parametrize(("other", "alone"), [(0, 4), (1, 2)])
+def test_bulk_exchanges_another_geometry_alone(other, alone, generator):
+    """One of the Shared layers' caches has more pages: it goes by itself, and so does what comes after it."""
+    model = Model(Shape(), generator)
+    fill_context(model)
+    ranks = make_ranks(model.shape, "exchange_bulk")
+
+    def wider(caches):
+        grown = list(caches)
+        grown[1 + other] = torch.cat([caches[1 + other], torch.zeros_like(caches[0][:1])])
+        return grown
+
+    def run_layer(layer, *arguments):
+        whole = model.caches
+        model.caches = [wider(caches) for caches in whole]
+        try:
+            return layer_steps(model, ranks, layer, *arguments)
+        finally:
+            model.caches = whole
+
+    for step in range(2):
+        for (out, _), (want, _) in run_step(model, step, run_layer):
+            torch.testing.assert_close(out, want, rtol=1e-4, atol=1e-5)
+    counted = ranks[0].explain()["bulk"]["exchanged_alone"]
+    assert sum(counted.values()) == alone
+    assert counted["geometry: its cache has other pages or strides than the Full layer's"] == 2
+    close(ranks)
+
+
+@every_strategy
+def test_results_go_where_they_are_wanted(strategy, generator, device):
+    model = Model(Shape(world=1), generator, device)
+    fill_context(model)
+    ranks = make_ranks(model.shape, strategy, device=device)
+    lengths = step_lengths(model.shape, 0)
+    model.write(0, lengths.view(model.shape.requests, -1) - 1)
+    topk, q = select(model.shape, lengths, generator), model.queries()
+    out = torch.full((model.shape.rows, 4, 512), torch.nan, device=device)
+    lse = torch.full((model.shape.rows, 4), torch.nan, device=device)
+    given = [tensor.to(device) for tensor in (topk, model.block_table, lengths)]
+    results = ranks[0].full(q, model.caches[0][0], *given, out=out, lse=lse)
+    assert results[0] is out and results[1] is lse
+    want, want_lse = model.unsharded(0, q, topk, lengths)
+    torch.testing.assert_close(out, want, rtol=1e-3, atol=1e-3)
+    torch.testing.assert_close(lse, want_lse, rtol=1e-3, atol=1e-3)
+    out.fill_(torch.nan)
+    assert ranks[0].shared(q, model.caches[0][0], 3, out=out, lse=lse)[0] is out
+    torch.testing.assert_close(out, want, rtol=1e-3, atol=1e-3)
+    close(ranks)
+
+
+@pytest.mark.parametrize("heads", [1, 3, 4, 16])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+def test_partials_travel_once_whatever_the_heads(heads, dtype, generator):
+    """Numbers of heads whose log-sum-exps are no whole vectors; and what a peer receives is counted."""
+    shape = Shape(world=3, heads=heads, layout="bf16_mla", shared_layers=0)
+    model = Model(shape, generator)
+    fill_context(model)
+    ranks = make_ranks(shape, "owner_merge", dtype=dtype)
+
+    def run_layer(layer, q, *arguments):
+        return layer_steps(model, ranks, layer, q.to(dtype), *arguments)
+
+    for (out, lse), (want, want_lse) in run_step(model, 0, run_layer):
+        tolerance = 1e-4 if dtype == torch.float32 else 2e-2
+        torch.testing.assert_close(out.float(), want, rtol=tolerance, atol=tolerance)
+        torch.testing.assert_close(lse, want_lse, rtol=tolerance, atol=tolerance)
+    partials = ranks[0].strategy.partials
+    part = shape.rows * heads * (512 * dtype.itemsize + 4)
+    sent = partials.channel.transport.slabs[1][int(partials.channel.state[0]) % 2][2]
+    assert [records.numel() for records in sent] == [-(-part // 16) * 16] * 3
+    close(ranks)
+
+
+def test_peer_read_reads_slices_of_caches_made_for_it(generator):
+    """One allocation holds all layers; each rank gives its slices, and no cache is shown to the others."""
+    shape = Shape()
+    model = Model(shape, generator)
+    ranks = make_ranks(shape, "peer_read")
+    layers, pages = model.caches[0].shape[:2]
+    whole = [rank.empty_cache(layers * pages) for rank in ranks]
+    model.caches = [cache.view(layers, pages, *cache.shape[1:]) for cache in whole]
+    fill_context(model)
+    for rank in ranks:
+        rank.strategy._show = lambda cache: []
+    check(model, ranks, steps=2)
+    # A cache of another allocation is not known.
+    for rank in ranks:
+        # What was shown in an earlier call is not taken for this one's.
+        rank.strategy._show = lambda cache: [(0, cache)] * shape.world
+    with pytest.raises(ValueError, match="'cache': got none from rank"):
+        model.caches[0] = model.caches[0].clone()
+        check(model, ranks, steps=1)
+    close(ranks)
+
+
+def test_peer_caches_must_have_one_shape(generator):
+    ranks = make_ranks(Shape(world=2), "peer_read")
+    ranks[0].empty_cache(3)
+    with pytest.raises(
+        ValueError, match=r"PeerCaches: argument 'pages': got shape \[4, 8, 656\]; allowed: \[3, 8, 656\]"
+    ):
+        ranks[1].empty_cache(4)
+    close(ranks)
+
+
+def test_peer_read_needs_the_pages_of_the_full_layer(generator):
+    model = Model(Shape(world=1), generator)
+    fill_context(model)
+    ranks = make_ranks(model.shape, "peer_read")
+    check(model, ranks, steps=1)
+    with pytest.raises(ValueError, match="'cache': got 9 pages; allowed: 10, as the Full layer's"):
+        ranks[0].shared(model.queries(), model.caches[0][1][:9], 0)
+    close(ranks)
+
+
+@every_strategy
+def test_a_fence_between_steps(strategy, generator):
+    """It changes no result, and every rank has to come."""
+    model = Model(Shape(world=2), generator)
+    fill_context(model)
+    ranks = make_ranks(model.shape, strategy)
+    for _ in range(2):
+        check(model, ranks, steps=1)
+        run_loopback([rank.fence_steps() for rank in ranks])
+    before = [int(channel.state[1]) for channel in ranks[0].channels]
+    run_loopback([rank.fence_steps() for rank in ranks])
+    after = [int(channel.state[1]) for channel in ranks[0].channels]
+    assert [b - a for a, b in zip(before, after, strict=True)] == ([1] if strategy == "peer_read" else [0] * len(after))
+    close(ranks)
+
+
+@every_strategy
+def test_buffers_are_made_once(strategy, generator):
+    model = Model(Shape(world=2), generator)
+    fill_context(model)
+    ranks = make_ranks(model.shape, strategy)
+    check(model, ranks, steps=1)
+    held = buffers_of(ranks[0].strategy)
+    assert len(held) >= 3
+    check(model, ranks, steps=2)
+    assert buffers_of(ranks[0].strategy) == held
+    close(ranks)
+
+
+def buffers_of(strategy) -> dict[str, int]:
+    """Addresses of the tensors that a strategy and its moves hold, but for views and results."""
+    found = {}
+    for name, part in {"": strategy, **{key: vars(strategy).get(key) for key in ("queries", "partials")}}.items():
+        for key, value in vars(part).items() if part is not None else ():
+            for number, tensor in enumerate(value if isinstance(value, list) else [value]):
+                if isinstance(tensor, torch.Tensor) and key not in ("given", "current"):
+                    found[f"{name}.{key}.{number}"] = tensor.untyped_storage().data_ptr()
+    return found

@@ -13,6 +13,7 @@ from torch_sparse_mla import LAYOUTS
 from torch_sparse_mla.decode import contract, triton_kernels
 
 from .cases import DecodeCase, assert_accurate, make_case, with_outputs
+from .peer_cases import split_cache
 
 assert os.environ.get("TRITON_INTERPRET") == "1", "needs TRITON_INTERPRET=1 before Triton is imported"
 
@@ -85,6 +86,16 @@ def test_scales_far_apart_in_one_row():
 
     case = float_case(rows=1, heads=2, topk=64, layout="fp8_mla_nope", edit_records=edit)
     assert_accurate(case, *attend(case), 1e-5)
+
+
+@pytest.mark.parametrize("owners", [1, 2, 3, 8])
+def test_peers_give_the_bits_of_one_cache(owners):
+    case = float_case(rows=2, heads=3, topk=130, page_size=16, lengths=[130, 71], sink=[0.3, -2.0, 4.0])
+    peers = split_cache(case, owners)
+    triton_kernels.sparse_ckv_decode_peers(*peers.args())
+    assert_accurate(case, peers.out, peers.lse, 1e-5)
+    attend(case)
+    assert torch.equal(peers.out, case.out) and torch.equal(peers.lse, case.lse)
 
 
 @pytest.mark.parametrize("partials", [1, 2, 70])

@@ -182,6 +182,22 @@ def test_public_function_allocates_what_is_not_given(implementation):
     assert_close_to(out.cpu(), lse.cpu(), *merge_oracle(partial_out, partial_lse, sink), 3e-3)
 
 
+@every_implementation
+@pytest.mark.parametrize("dtype", [FP32, BF16, FP16], ids=["fp32", "bf16", "fp16"])
+def test_parts_may_lie_apart(implementation, dtype):
+    """As they arrive from other ranks: output and log-sum-exp of a part, then those of the next, in one buffer."""
+    partial_out, partial_lse = make_partials(5, rows=3, heads=5, dtype=dtype)
+    out_bytes, lse_bytes = partial_out[0].numel() * partial_out.element_size(), partial_lse[0].numel() * 4
+    buffer = torch.full((5, out_bytes + lse_bytes + 4), 0xFF, dtype=torch.uint8)
+    buffer[:, :out_bytes] = partial_out.flatten(1).view(torch.uint8)
+    buffer[:, out_bytes : out_bytes + lse_bytes] = partial_lse.flatten(1).view(torch.uint8)
+    apart_out = buffer[:, :out_bytes].view(dtype).unflatten(1, (3, 5, 512))
+    apart_lse = buffer[:, out_bytes : out_bytes + lse_bytes].view(FP32).unflatten(1, (3, 5))
+    assert apart_out.data_ptr() == buffer.data_ptr() and apart_out.stride(0) > 3 * 5 * 512
+    expected = merge(implementation, partial_out, partial_lse)
+    assert_same_bits(merge(implementation, apart_out, apart_lse), expected)
+
+
 @pytest.mark.gpu
 def test_seventy_thousand_rows():
     """More rows than a grid's second or third dimension allows."""

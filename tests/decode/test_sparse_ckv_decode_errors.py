@@ -41,6 +41,13 @@ def gapped(tensor: torch.Tensor) -> torch.Tensor:
     return torch.stack([tensor, tensor], -1)[..., 0]
 
 
+def apart(parts: torch.Tensor, stride: int) -> torch.Tensor:
+    """The same values, each part `stride` elements from the one before."""
+    flat = torch.full((len(parts), stride), torch.nan, dtype=parts.dtype, device=parts.device)
+    flat[:, : parts[0].numel()] = parts.flatten(1)
+    return flat[:, : parts[0].numel()].unflatten(1, parts.shape[1:])
+
+
 def shared(case: DecodeCase, written: str, other: str) -> dict[str, object]:
     """`written` and `other` in one storage, overlapping by all but the first 16 bytes of the one."""
     storage = torch.zeros(1 << 20, dtype=torch.uint8)
@@ -274,12 +281,22 @@ WRONG_MERGE: dict[str, list[tuple[str, Callable[[MergeCase], dict[str, object]],
         ("3d", lambda case: {"partial_out": case.partial_out[0]}, "shape [partials >= 1, rows, heads, 512]"),
         ("none", lambda case: {"partial_out": case.partial_out[:0]}, "partials >= 1"),
         ("width", lambda case: {"partial_out": case.partial_out[..., :256].contiguous()}, "512]"),
-        ("stride", lambda case: {"partial_out": gapped(case.partial_out)}, "a contiguous tensor"),
+        (
+            "stride",
+            lambda case: {"partial_out": gapped(case.partial_out)},
+            "contiguous parts, 3072 elements or more apart",
+        ),
+        ("overlap", lambda case: {"partial_out": case.partial_out[:1].expand(4, -1, -1, -1)}, "3072 elements or more"),
+        ("apart", lambda case: {"partial_out": apart(case.partial_out, 3074)}, "a multiple of 16 bytes"),
     ],
     "partial_lse": [
         ("bfloat16", lambda case: {"partial_lse": case.partial_lse.bfloat16()}, "dtype float32"),
         ("partials", lambda case: {"partial_lse": case.partial_lse[:3]}, "[4, 2, 3]"),
-        ("stride", lambda case: {"partial_lse": gapped(case.partial_lse)}, "a contiguous tensor"),
+        (
+            "stride",
+            lambda case: {"partial_lse": gapped(case.partial_lse)},
+            "contiguous parts, 6 elements or more apart",
+        ),
     ],
     "sink": [
         ("float16", lambda case: {"sink": case.sink.half()}, "dtype float32"),

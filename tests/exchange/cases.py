@@ -131,6 +131,17 @@ def make_step(shape: Shape, generator: torch.Generator, share: float = 0.8, owne
     return Step(topk, torch.randint(256, size, generator=generator, dtype=torch.uint8))
 
 
+def owned_by_one(shape: Shape, owner: int, generator: torch.Generator) -> Step:
+    """Every request's union is full, and all of it is one rank's. The shape has as many tokens as that takes."""
+    tokens = torch.arange(shape.tokens, dtype=torch.int32)
+    owned = tokens[sharding.owner(tokens, shape.world, shape.interleave) == owner]
+    entries = shape.rows_per_request * shape.topk
+    chosen = [owned[torch.randperm(len(owned), generator=generator)[:entries]] for _ in range(shape.requests)]
+    topk = torch.cat(chosen).view(shape.requests * shape.rows_per_request, shape.topk)
+    size = (shape.layers, shape.requests, shape.tokens, shape.record_bytes)
+    return Step(topk, torch.randint(256, size, generator=generator, dtype=torch.uint8))
+
+
 def make_rank(shape: Shape, rank: int, device: str = "cpu") -> RankCase:
     page_bytes = shape.page_size * shape.record_bytes
     stride = page_bytes + shape.page_gap

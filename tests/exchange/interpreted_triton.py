@@ -11,9 +11,10 @@ import torch
 from torch_sparse_mla import ExchangeError, ce_exchange_layers, ce_exchange_start, ce_exchange_wait
 from torch_sparse_mla.exchange import contract, triton_kernels
 from torch_sparse_mla.exchange.transports import launching
-from torch_sparse_mla.exchange.transports.direct import DirectTransport, loopback_memory
+from torch_sparse_mla.exchange.transports.direct import DirectTransport, loopback_memory, memory_bytes
 
 from .cases import POISON, Shape, Step, make_step, make_world, set_counters
+from .scatter_cases import check_scatter, scatter_channels
 
 assert os.environ.get("TRITON_INTERPRET") == "1", "needs TRITON_INTERPRET=1 before Triton is imported"
 
@@ -32,7 +33,7 @@ SHAPES = [
 def interpreted_world(shape):
     world = make_world(shape)
     for channel in world.channels:
-        channel.transport = DirectTransport(channel, loopback_memory(channel))
+        channel.transport = DirectTransport(channel, loopback_memory(channel, memory_bytes(channel)))
     return world
 
 
@@ -263,3 +264,13 @@ def test_calls_out_of_order_are_named(generator):
     world.load(make_step(world.shape, generator))
     ce_exchange_wait(*world.ranks[0].arguments(world.channels[0]))
     expect_error(world, r"rank 0, epoch 0: waited for an exchange that was not started")
+
+
+@pytest.mark.parametrize(("world", "record_bytes"), [(1, 64), (3, 64), (4, 5)])
+def test_scatter_gives_each_rank_its_own(world, record_bytes, generator, monkeypatch):
+    monkeypatch.setattr(triton_kernels, "UNITS_PER_TILE", 64)
+
+    def interpreted(channel):
+        channel.transport = DirectTransport(channel, loopback_memory(channel))
+
+    check_scatter(scatter_channels(world, 8, record_bytes, prepare=interpreted), 8, record_bytes, generator)

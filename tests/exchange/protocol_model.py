@@ -74,6 +74,7 @@ class Store:
     destination: int
     release: bool
     land: Callable[[], None]
+    fenced: bool = True
 
 
 class Rank:
@@ -123,8 +124,8 @@ class Machine:
     def run(self) -> None:
         """Raises ProtocolBroken. Returns when all ranks finished, or, with a rank withheld, when nobody can go on."""
         while True:
-            for rank in range(self.world):
-                self.refill(rank)
+            for queue in range(len(self.blocks)):
+                self.refill(queue)
             moves = self.moves()
             if not moves:
                 break
@@ -146,7 +147,7 @@ class Machine:
 
     def stores_before(self, position: int) -> bool:
         link = (self.network[position].source, self.network[position].destination)
-        return any((store.source, store.destination) == link for store in self.network[:position])
+        return any(store.fenced and (store.source, store.destination) == link for store in self.network[:position])
 
     def refill(self, rank: int) -> None:
         while not self.blocks[rank] and self.streams[rank] is not None:

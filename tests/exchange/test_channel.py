@@ -31,9 +31,9 @@ SIZES = {"name": "sizes", "capacity_records": 8, "record_bytes": 16, "layers": 3
         ("device", "meta", "None, cpu or cuda"),
         ("device", [], "None, cpu or cuda"),
         ("capacity_records", 2**29, "a capacity that a plan can have (torch_sparse_mla.SelectionPlan: "),
-        ("transport", "", "one of auto, direct, collective, loopback"),
-        ("transport", "Direct", "one of auto, direct, collective, loopback"),
-        ("transport", "ce", "one of auto, direct, collective, loopback"),
+        ("transport", "", "one of auto, direct, ce, collective, loopback"),
+        ("transport", "Direct", "one of auto, direct, ce, collective, loopback"),
+        ("transport", "ce", "for a loopback group of 1 on cpu: auto or loopback"),
         ("transport", "direct", "for a loopback group of 1 on cpu: auto or loopback"),
     ],
 )

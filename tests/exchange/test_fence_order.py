@@ -8,13 +8,18 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from torch_sparse_mla.exchange.triton_kernels import aot_configurations
+from torch_sparse_mla.exchange import triton_kernels, triton_kernels_pack_unpack
+
+CONFIGURATIONS = {
+    entry.name: entry
+    for module in (triton_kernels, triton_kernels_pack_unpack)
+    for entry in module.aot_configurations(90)
+}
 
 
 @functools.cache
 def ptx_lines(name: str) -> list[str]:
-    (configuration,) = (entry for entry in aot_configurations(90) if entry.name == name)
-    _, kernel, signature, constexprs, options = configuration
+    _, kernel, signature, constexprs, options = CONFIGURATIONS[name]
     types = {key: value.split(":")[0] for key, value in signature.items()} | dict.fromkeys(constexprs, "constexpr")
     attributes = {
         (kernel.arg_names.index(key),): [["tt.divisibility", 16]] for key in signature if ":" in signature[key]
@@ -27,15 +32,15 @@ def positions(lines: list[str], pattern: str) -> list[int]:
     return [number for number, line in enumerate(lines) if re.search(pattern, line)]
 
 
-FORMS = [entry.name for entry in aot_configurations(90)]
-PUSH_FORMS = [name for name in FORMS if name.startswith("push")]
-WAIT_FORMS = [name for name in FORMS if name.startswith("wait")]
+PUSH_FORMS, WAIT_FORMS, PACK_FORMS, UNPACK_FORMS = (
+    [name for name in CONFIGURATIONS if name.startswith(kernel)] for kernel in ("push", "wait", "pack", "unpack")
+)
 
 
 def test_there_are_forms_of_vectors_and_bytes_and_of_several_launches():
-    for kernel in ("push", "wait"):
+    for kernel in ("push", "wait", "pack", "unpack"):
         for form in ("656", "37", "656-more-layers-follow", "37-more-layers-follow"):
-            assert f"{kernel}-{form}" in FORMS
+            assert f"{kernel}-{form}" in CONFIGURATIONS
 
 
 @pytest.mark.parametrize("form", PUSH_FORMS)
@@ -55,7 +60,7 @@ def test_push_fences_for_the_system_between_payload_and_flags(form):
 
 
 def test_every_record_moves_in_vectors_of_16_bytes():
-    for name in ("push-656", "wait-656"):
+    for name in ("push-656", "wait-656", "pack-656", "unpack-656"):
         lines = ptx_lines(name)
         assert positions(lines, r"ld\.global\.v4\.b32") and positions(lines, r"st\.global\.v4\.b32")
     assert len(positions(ptx_lines("push-656"), r"st\.global\.v4")) == 8
@@ -84,6 +89,43 @@ def test_wait_polls_with_acquire_before_it_reads_and_leaves_the_loop_in_time(for
 
 def timeout_parameter(form: str) -> str:
     """Its load: constants are no parameters of the compiled kernel."""
-    (configuration,) = (entry for entry in aot_configurations(90) if entry.name == form)
+    configuration = CONFIGURATIONS[form]
     parameters = [name for name in configuration.kernel.arg_names if name in configuration.signature]
     return rf"ld\.param\.b64.*_param_{parameters.index('timeout_ns')}\]"
+
+
+COUNTED = r"atom\.(global\.)?(sys\.acq_rel|acq_rel\.sys).*add"
+
+
+@pytest.mark.parametrize("form", PACK_FORMS)
+def test_pack_fences_for_the_system_what_it_stores_at_peers(form):
+    """The flag that follows is written by the stream, which knows of the kernel's end and not of its stores."""
+    lines = ptx_lines(form)
+    payload = positions(lines, r"st\.global\.(v4\.b32|b8)")
+    (fence,) = positions(lines, r"fence\.acq_rel\.sys")
+    assert payload and max(payload) < fence
+    counted = positions(lines, COUNTED)
+    if form.endswith("more-layers-follow"):
+        assert not counted
+        return
+    (counted,) = counted
+    assert [number for number in positions(lines, r"bar\.sync") if fence < number < counted]
+
+
+@pytest.mark.parametrize("form", UNPACK_FORMS)
+def test_unpack_gives_leave_after_every_block_has_read_and_the_flags_are_taken_back(form):
+    lines = ptx_lines(form)
+    read = positions(lines, r"ld\.global\.(v4\.b32|b8)")
+    counted = positions(lines, COUNTED)
+    if form.endswith("more-layers-follow"):
+        assert not counted
+        return
+    (counted,) = counted
+    assert [number for number in positions(lines, r"bar\.sync") if max(read) < number < counted]
+    leave = [number for number in positions(lines, r"st\.release\.sys") if number > counted]
+    if form.endswith("without-leave"):
+        assert not leave
+    else:
+        (leave,) = leave
+        # The last of the plain stores: a flag.
+        assert counted < max(positions(lines[:leave], r"st\.global\.b32"))

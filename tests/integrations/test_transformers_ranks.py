@@ -34,9 +34,9 @@ def logits_of(model, layout, dcp, batch=2):
 @pytest.mark.parametrize(
     ("name", "layout", "world", "strategies"),
     [
-        ("glm_moe_dsa", "fp8_ds_mla", 4, ["owner_merge", "exchange", "exchange_bulk", "auto"]),
+        ("glm_moe_dsa", "fp8_ds_mla", 4, ["owner_merge", "exchange", "exchange_bulk", "peer_read", "auto"]),
         ("deepseek_v32", "nvfp4_ds_mla", 2, ["exchange_bulk"]),
-        ("glm5_next", "nvfp4_mla_nope", 2, ["owner_merge", "exchange_bulk"]),
+        ("glm5_next", "nvfp4_mla_nope", 2, ["owner_merge", "exchange_bulk", "peer_read"]),
     ],
     ids=["glm_moe_dsa", "deepseek_v32", "glm5_next"],
 )
@@ -95,7 +95,12 @@ def test_a_forward_without_a_cache_needs_no_ranks():
 @pytest.mark.parametrize(
     ("dcp", "message"),
     [
-        (Dcp(2, strategy="peer_read"), "strategy: got 'peer_read'; allowed: in_place, auto, owner_merge, exchange"),
+        (Dcp(2, strategy="gather"), "strategy: got 'gather'; allowed: in_place, auto, owner_merge, exchange"),
+        (Dcp(16, strategy="peer_read"), r"strategy: got 'peer_read'; allowed: another one here \(.*at most 8 ranks"),
+        (
+            Dcp(2, strategy="exchange", processes=True),
+            "world: got 2 with processes=True; allowed: the processes of the default group, which is not initialised",
+        ),
         (
             Dcp(3, strategy="exchange"),
             "world: got 3; allowed with strategy exchange: a divisor of the model's 16 heads",

@@ -10,16 +10,22 @@ import torch
 
 from profiling import (
     bench_ce_exchange,
+    bench_dcp_decode,
     bench_plan_selection,
     bench_records,
     bench_sparse_ckv_decode,
+    exchanges,
     harness,
     inputs,
+    report,
     results,
     shapes,
+    sharded,
     timing,
 )
+from profiling.ranks import LoopbackRanks
 from torch_sparse_mla import explain
+from torch_sparse_mla.dcp.contract import STRATEGIES
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -166,22 +172,109 @@ def test_plan_selection_benchmark_refuses_rows_that_are_no_requests(capsys):
     assert "got [6]; allowed: multiples of 4" in capsys.readouterr().err
 
 
-def test_ce_exchange_benchmark_sees_a_wrong_byte():
+@pytest.fixture
+def ranks():
+    return LoopbackRanks(torch.device("cpu"), 3)
+
+
+def test_ce_exchange_benchmark_sees_a_wrong_byte(ranks):
     shape = shapes.ExchangeShape(rows=8, topk=20, record_bytes=37, world=3, layers=2)
-    world = bench_ce_exchange._World(shape, torch.device("cpu"), torch.Generator().manual_seed(0))
-    for contender in world.contenders():
+    selections = sharded.Selections(shape, shape.layers, ranks.device, 8)
+    caches = {rank: selections.random_caches(rank) for rank in ranks.own}
+    (transport,) = exchanges.transports(ranks)
+    exchanger = exchanges.Exchanger(selections, caches, ranks, transport)
+    for contender in exchanger.contenders():
         contender.poison()
         assert contender.error() == 1.0
-        for index_set in range(bench_ce_exchange.NUM_SETS):
+        for index_set in range(selections.num_sets):
             contender.call(index_set)
         assert contender.error() == 0.0
-        last_place = int(world.selection.counts(world.plans[0][-1])[-1]) - 1 + world.selection.capacity_per_request
-        world.workspaces[2][1][last_place, 36] ^= 1
+        places, _ = selections.arrivals[1]
+        exchanger.workspaces[2][1][places[-1], 36] ^= 1
         assert contender.error() == 1.0
-    world.close()
+    exchanger.close()
 
 
-def test_ce_exchange_benchmark_refuses_the_cpu(capsys):
+def test_unions_of_a_benchmark_are_counted_not_expected():
+    shape = shapes.ExchangeShape(rows=4, topk=20, record_bytes=37, world=2, layers=1)
+    selections = sharded.Selections(shape, 1, torch.device("cpu"), 8)
+    counted = [len(lists.unique()) for lists in selections.lists]
+    assert len(counted) == 8 and selections.union == pytest.approx(sum(counted) / 8)
+    plan = selections.plans(0)[3]
+    assert int(selections.selection.counts(plan)[0]) == counted[3]
+
+
+def test_packing_is_checked():
+    packer = exchanges.Packer(70, 37, 3, torch.device("cpu"))
+    pack, nothing, copy = packer.contenders()
+    for contender in (pack, copy):
+        contender.poison()
+        assert contender.error() == 1.0
+        contender.call(2)
+        assert contender.error() == 0.0
+        contender.call(1)
+        assert contender.error() == 1.0
+    nothing.call(0)
+    packer.close()
+
+
+def test_ce_exchange_benchmark_on_loopback_ranks(small, tmp_path, capsys):
+    arguments = ["--device", "cpu", "--rows", "1", "8", "--widths", "37", "--topk", "20", "--worlds", "2", "--quick"]
+    assert bench_ce_exchange.main([*arguments, "--beside", "--json", str(tmp_path)]) == 0
+    document = only_document(tmp_path)
+    assert "it says nothing about a link" in document["limits"] and document["limits"] in capsys.readouterr().out
+    assert document["peers"]["nccl-all-gather"] == "takes ranks that are processes"
+    exchanged, beside, packs = report.exchange_cases(document)
+    assert [(c["rows"], c["layers"], c["impl"]) for c in exchanged if c["rows"] == 8] == [
+        (8, 1, "loopback"),
+        (8, 3, "loopback"),
+        (8, 3, "loopback-per-layer"),
+    ]
+    assert {c["impl"] for c in beside} == {
+        f"{w} {h}" for w in ("gemm", "attention") for h in ("alone", "beside loopback")
+    }
+    assert not packs
+    section = report.section(document, "folder")
+    assert "| gemm | 2 | 8 | gemm beside loopback |" in section and "Not measured: nccl-all-gather" in section
+
+
+def test_time_of_a_benchmark_is_bounded(small, tmp_path, capsys):
+    arguments = ["--device", "cpu", "--rows", "1", "8", "--widths", "37", "--topk", "20", "--worlds", "2", "--quick"]
+    assert bench_ce_exchange.main([*arguments, "--budget-s", "1e9", "--json", str(tmp_path)]) == 0
+    every = only_document(tmp_path)
+    assert bench_ce_exchange.main([*arguments, "--budget-s", "-1", "--json", str(tmp_path)]) == 1
+    assert "left out after 0 s: 4 shapes" in capsys.readouterr().out
+    assert "left_out" not in every and only_document(tmp_path)["date"] == every["date"]
+
+
+def test_dcp_decode_benchmark_on_loopback_ranks(small, tmp_path):
+    arguments = ["--device", "cpu", "--rows", "4", "--heads", "2", "--topk", "20", "--worlds", "2"]
+    assert bench_dcp_decode.main([*arguments, "--layouts", "fp8_ds_mla", "--json", str(tmp_path)]) == 0
+    cases = {case["impl"]: case for case in only_document(tmp_path)["cases"]}
+    strategies = {f"{name} loopback" for name in STRATEGIES if name != "auto"}
+    assert set(cases) == strategies | {"auto", "owner_merge traffic loopback"}
+    assert all(case["error"] < bench_dcp_decode.TOLERANCE for case in cases.values())
+    auto = cases["auto"]
+    assert f"{auto['chosen']} loopback" in strategies and auto["best"] in strategies
+    assert auto["behind_best"] == pytest.approx(auto["us"] / cases[auto["best"]]["us"] - 1, abs=1e-3)
+    assert "owner_merge traffic loopback" in report.section(only_document(tmp_path), "folder")
+
+
+def test_dcp_decode_benchmark_sees_another_ranks_records(small, monkeypatch, tmp_path, capsys):
+    """The oracle takes records from caches of its own."""
+    made = sharded.StepInputs.cache
+
+    def exchanged(self, rank, layer, into=None):
+        return made(self, rank if sys._getframe(1).f_code.co_name == "selected" else 1 - rank, layer, into)
+
+    monkeypatch.setattr(sharded.StepInputs, "cache", exchanged)
+    arguments = ["--device", "cpu", "--rows", "1", "--heads", "2", "--topk", "20", "--worlds", "2"]
+    assert bench_dcp_decode.main([*arguments, "--layouts", "fp8_ds_mla", "--json", str(tmp_path)]) == 1
+    assert "exchange loopback: wrong result" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("bench", [bench_ce_exchange, bench_dcp_decode])
+def test_rows_that_are_no_requests_are_refused(bench, capsys):
     with pytest.raises(SystemExit):
-        bench_ce_exchange.main(["--device", "cpu"])
-    assert "argument --device: got 'cpu'; allowed: cuda" in capsys.readouterr().err
+        bench.main(["--device", "cpu", "--rows", "6"])
+    assert "got [6]; allowed: 1 to 4, or multiples of 4" in capsys.readouterr().err

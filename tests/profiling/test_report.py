@@ -7,6 +7,7 @@ import pytest
 from expecttest import assert_expected_inline
 
 from profiling import pictures, report, results
+from profiling.shapes import ExchangeShape, PackShape, StepShape
 
 from . import documents
 
@@ -220,7 +221,7 @@ def test_other_benchmarks_get_a_plain_table():
     cases = [results.make_case(shape, impl, "graph", times, 10, 0, None) for impl, times in us.items()]
     cases.append(results.make_case({"world": 8, "context": 1024}, "triton", "graph", (7.0, 6.0, 8.0), 10, 0, None))
     assert_expected_inline(
-        section(documents.document("ce_exchange", cases=cases)),
+        section(documents.document("plan_selection", cases=cases)),
         """\
 **NVIDIA H200**, 2026-11-30 12:00 UTC, commit 0123abc, torch 2.11.0, triton 3.6.0.
 Copy bandwidth in the same process: 4,000 GB/s (bytes read plus written).
@@ -240,3 +241,99 @@ def test_labels_are_moved_apart_around_their_middle():
     moved = pictures.spread([0.0, 0.1, 0.2, 1.0, 9.0], 1.0)
     assert all(b - a >= 1.0 - 1e-9 for a, b in itertools.pairwise(moved))
     assert moved[-1] == 9.0
+
+
+def exchange_document() -> dict:
+    cases = []
+    for rows in (4, 8, 32):
+        for layers in (1, 3):
+            shape = ExchangeShape(rows, 2048, 656, 2, layers)
+            for impl, us in (("direct", 4.0), ("ce", 14.0), *((("direct-per-layer", 12.0),) if layers == 3 else ())):
+                cases.append(documents.case(shape, impl, us * layers) | {"union": 750.5 * rows})
+        beside = ExchangeShape(rows, 2048, 656, 2, 3, "gemm")
+        cases.append(documents.case(beside, "gemm alone", 60.0) | {"compute_us": 58.0})
+        cases.append(documents.case(beside, "gemm beside ce", 62.5) | {"compute_us": 58.58})
+    for impl, us in (("pack", 8.0), ("pack-nothing", 4.0), ("copy", 6.0)):
+        cases.append(documents.case(PackShape(8192, 656), impl, us))
+    peers = {"nccl-all-gather": "takes ranks that are processes"}
+    return documents.document("ce_exchange", cases=cases, peers=peers, limits="No link.", left_out=["32 rows 37"])
+
+
+def test_exchange_section():
+    text = section(exchange_document())
+    assert_expected_inline(
+        text[text.index("No link.") :],
+        """\
+No link.
+
+Exchanges, us; `per-layer` moves the layers singly.
+
+| ranks | record bytes | rows | layers | records in the unions | direct | ce | direct-per-layer |
+| ---: | ---: | ---: | ---: | ---: | ---: | ---: | ---: |
+| 2 | 656 | 4 | 1 | 3,002 | 4.0 | 14.0 | - |
+| 2 | 656 | 4 | 3 | 3,002 | 12.0 | 42.0 | 36.0 |
+| 2 | 656 | 8 | 1 | 6,004 | 4.0 | 14.0 | - |
+| 2 | 656 | 8 | 3 | 6,004 | 12.0 | 42.0 | 36.0 |
+| 2 | 656 | 32 | 1 | 24,016 | 4.0 | 14.0 | - |
+| 2 | 656 | 32 | 3 | 24,016 | 12.0 | 42.0 | 36.0 |
+
+Three layers of 656-byte records that travel beside a computation, us: all of it, the computation by itself and how \
+much slower than alone, and what the exchange adds to the whole.
+
+| beside | ranks | rows | what runs | all | computation | slower by | exposed |
+| --- | ---: | ---: | --- | ---: | ---: | ---: | ---: |
+| gemm | 2 | 4 | gemm alone | 60.0 | 58.0 | - | - |
+| gemm | 2 | 4 | gemm beside ce | 62.5 | 58.6 | +1.0% | 2.5 |
+| gemm | 2 | 8 | gemm alone | 60.0 | 58.0 | - | - |
+| gemm | 2 | 8 | gemm beside ce | 62.5 | 58.6 | +1.0% | 2.5 |
+| gemm | 2 | 32 | gemm alone | 60.0 | 58.0 | - | - |
+| gemm | 2 | 32 | gemm beside ce | 62.5 | 58.6 | +1.0% | 2.5 |
+
+One rank alone, us: its records from cache to workspace (with the two launches of any exchange), the same with an \
+empty plan, and a plain copy of as many bytes.
+
+| record bytes | records | pack | empty plan | copy | copy / pack |
+| ---: | ---: | ---: | ---: | ---: | ---: |
+| 656 | 8,192 | 8.0 | 4.0 | 6.0 | 75% |
+
+Not measured: nccl-all-gather (takes ranks that are processes); 32 rows 37.
+
+![ce_exchange on nvidia-h200](profiling/results/ce_exchange-nvidia-h200.png)""",
+    )
+
+
+def step_document() -> dict:
+    cases = []
+    for rows in (1, 8, 32):
+        shape = StepShape(rows, 16, 2048, "fp8_ds_mla", 2)
+        cases.append(documents.case(shape, "owner_merge direct", 20.0 + rows) | {"union": 2048 * rows})
+        cases.append(documents.case(shape, "owner_merge traffic direct", 9.0) | {"union": 2048 * rows})
+        auto = {"union": 2048 * rows, "chosen": "owner_merge", "best": "owner_merge direct", "behind_best": 0.02}
+        cases.append(documents.case(shape, "auto", 1.02 * (20.0 + rows)) | auto)
+    return documents.document("dcp_decode", cases=cases)
+
+
+def test_step_section():
+    text = section(step_document())
+    assert_expected_inline(
+        text[text.index("`fp8_ds_mla`") :],
+        """\
+`fp8_ds_mla`, 2 ranks, 16 heads on each, top-k 2048: us a layer, of a Full layer and 3 Shared layers; what `auto` \
+chose, and how far it is from the best.
+
+| rows | records in the unions | owner_merge direct | owner_merge traffic direct | auto |
+| ---: | ---: | ---: | ---: | --- |
+| 1 | 2,048 | 21.0 | 9.0 | owner_merge 21.4 (+2%) |
+| 8 | 16,384 | 28.0 | 9.0 | owner_merge 28.6 (+2%) |
+| 32 | 65,536 | 52.0 | 9.0 | owner_merge 53.0 (+2%) |
+
+![dcp_decode on nvidia-h200](profiling/results/dcp_decode-nvidia-h200.png)""",
+    )
+
+
+@pytest.mark.parametrize("document", [exchange_document(), step_document()], ids=["ce_exchange", "dcp_decode"])
+def test_exchanges_and_steps_have_pictures(document, tmp_path):
+    results.write(document, tmp_path)
+    assert report.has_picture(document)
+    pictures.draw(document, tmp_path / "picture.png")
+    assert len((tmp_path / "picture.png").read_bytes()) > 10_000

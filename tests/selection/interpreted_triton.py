@@ -3,15 +3,18 @@
 Programs run one after another and their lanes in step, so what barriers are for does not show here.
 """
 
+import contextlib
 import os
 
 import hypothesis
 import pytest
 import torch
 
-from torch_sparse_mla.selection import contract, plan, triton_kernels
+from torch_sparse_mla import SelectionPlan
+from torch_sparse_mla.selection import contract, plan, triton_kernels, triton_kernels_slots
 
 from .cases import POISON, PlanCase, assert_plan, cases, make_case, random_case
+from .slot_cases import check_slots, slot_cases
 
 assert os.environ.get("TRITON_INTERPRET") == "1", "needs TRITON_INTERPRET=1 before Triton is imported"
 
@@ -29,6 +32,17 @@ def forget_launches():
         function.cache_clear()
 
 
+@contextlib.contextmanager
+def block_by_block():
+    """The kernels for requests whose entries do not fit the registers of one program."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(triton_kernels, "MAX_ENTRIES_IN_REGISTERS", 0)
+        patch.setattr(triton_kernels, "MAX_BLOCK", 128)
+        triton_kernels._launches.cache_clear()
+        yield
+        triton_kernels._launches.cache_clear()
+
+
 def planned(case: PlanCase) -> torch.Tensor:
     triton_kernels.plan_selection(*case.args())
     return case.plan
@@ -40,6 +54,13 @@ def test_matches_model(case):
     assert_plan(case, planned(case))
 
 
+@hypothesis.given(case=cases())
+@hypothesis.settings(max_examples=30)
+def test_matches_model_block_by_block(case):
+    with block_by_block():
+        assert_plan(case, planned(case))
+
+
 @pytest.mark.parametrize("world, interleave, page_size", [(1, 1, 16), (4, 1, 16), (8, 4, 16), (3, 5, 15)])
 def test_longer_lists_match_model(world, interleave, page_size):
     geometry = {"world": world, "interleave": interleave, "page_size": page_size, "rank": world - 1}
@@ -49,27 +70,34 @@ def test_longer_lists_match_model(world, interleave, page_size):
     assert_plan(case, planned(case))
 
 
-@pytest.mark.parametrize("in_registers", [False, True])
-def test_lists_of_several_blocks_match_model(in_registers, monkeypatch):
-    monkeypatch.setattr(triton_kernels, "MAX_BLOCK", 128)
-    if not in_registers:
-        monkeypatch.setattr(triton_kernels, "MAX_ENTRIES_IN_REGISTERS", 128)
+def test_lists_of_several_blocks_match_model():
     geometry = {"world": 2, "interleave": 2, "page_size": 16, "rank": 1}
     case = random_case(2, requests=2, rows_per_request=3, topk=130, **geometry, context=300)
-    assert_plan(case, planned(case))
+    with block_by_block():
+        assert_plan(case, planned(case))
+
+
+@pytest.mark.parametrize("several_blocks", [False, True])
+def test_positions_that_are_whole_tables_apart(several_blocks):
+    """All of them start in two cells, so all but two positions are settled by the spare tables' rounds."""
+    apart = SelectionPlan(1, 2, 20, 2).cells
+    lists = [[apart * index + row for index in range(20)] for row in (0, 1)]
+    lists[1][5:10] = [apart * 19, -1, 0, apart * 19, apart * 3]
+    case = make_case(lists, [list(range(20 * apart // 32 + 1))], page_size=16, world=2, rank=1)
+    with block_by_block() if several_blocks else contextlib.nullcontext():
+        assert_plan(case, planned(case))
 
 
 @pytest.mark.parametrize("several_blocks", [False, True])
 def test_tables_that_are_much_too_small(several_blocks, monkeypatch):
     """Every round has collisions, as for lists chosen to collide: more rounds, the same result."""
-    monkeypatch.setattr(plan.SelectionPlan, "cells", 2)
-    if several_blocks:
-        monkeypatch.setattr(triton_kernels, "MAX_ENTRIES_IN_REGISTERS", 128)
-        monkeypatch.setattr(triton_kernels, "MAX_BLOCK", 128)
+    monkeypatch.setattr(plan.SelectionPlan, "cells", plan.PARTITIONS)
+    monkeypatch.setattr(plan.SelectionPlan, "spare_cells", 2)
     # The union kernel keeps numbers where the tables were; so few cells leave no room for them.
-    monkeypatch.setattr(plan, "_WORDS_PER_CELL", 64)
+    monkeypatch.setattr(plan.SelectionPlan, "table_words", 512)
     case = random_case(3, requests=1, rows_per_request=3, topk=100, world=2, context=250)
-    assert_plan(case, planned(case))
+    with block_by_block() if several_blocks else contextlib.nullcontext():
+        assert_plan(case, planned(case))
 
 
 def test_first_entries_of_every_position():
@@ -101,3 +129,9 @@ def test_bad_arguments_are_refused_before_the_launch():
     with pytest.raises(ValueError, match="plan_selection: argument 'rank'"):
         triton_kernels.plan_selection(case.topk, case.block_table, case.plan, 1, 4, 1, 1, 1)
     assert (case.plan == POISON).all()
+
+
+@hypothesis.given(case=slot_cases())
+@hypothesis.settings(max_examples=30)
+def test_slots_match_model(case):
+    check_slots(triton_kernels_slots.selected_slots, case)

@@ -9,6 +9,7 @@ import torch
 from hypothesis import strategies
 
 from torch_sparse_mla import SelectionPlan, selection_plan_words
+from torch_sparse_mla.selection.plan import PARTITIONS
 
 from .cases import VIEWS
 
@@ -32,9 +33,12 @@ def test_sections_lie_behind_one_another_and_are_aligned(sizes):
 def test_state_is_a_small_multiple_of_the_entries(sizes):
     selection = SelectionPlan(*sizes)
     if selection.capacity_per_request >= 64:
-        assert selection.words <= (19 + sizes[3]) * selection.capacity + 16
-    assert selection.cells & (selection.cells - 1) == 0, "hashes are cut to a power of two"
-    assert math.prod(selection.sections["tables"].shape[1:]) >= 8 * selection.capacity_per_request
+        assert selection.words <= (23 + sizes[3]) * selection.capacity + 16
+    for cells in (selection.cells, selection.spare_cells):
+        assert cells & (cells - 1) == 0, "positions and hashes are cut to a power of two"
+    assert selection.cells >= 8 * selection.capacity_per_request
+    assert selection.spare_cells * PARTITIONS >= selection.capacity_per_request
+    assert selection.table_words >= selection.capacity_per_request, "the union kernel keeps numbers there"
 
 
 def test_views_are_views_of_the_buffer():
@@ -53,7 +57,7 @@ def test_views_are_views_of_the_buffer():
 def test_sizes_of_the_documented_case():
     selection = SelectionPlan(requests=1, rows_per_request=4, topk=2048, world=4)
     assert selection.capacity_per_request == selection.capacity == 8192
-    assert round(selection.words * 4 / 1000) == 360
+    assert round(selection.words * 4 / 1000) == 426
 
 
 @pytest.mark.parametrize(

@@ -78,6 +78,18 @@ OPS: dict[str, Op] = {
             splitting=True,
         ),
         Op(
+            name="sparse_ckv_decode_peers",
+            schema=(
+                "(Tensor q, Tensor[] caches, Tensor indices, Tensor? lengths, Tensor? sink, Tensor(a!) out, "
+                "Tensor(b!) lse, Tensor(c!) workspace, float softmax_scale, str layout, "
+                "bool batch_invariant=False) -> ()"
+            ),
+            reference=decode_reference.sparse_ckv_decode_peers,
+            check=decode_contract.check_sparse_ckv_decode_peers,
+            triton="decode.triton_kernels:sparse_ckv_decode_peers",
+            splitting=True,
+        ),
+        Op(
             name="merge_partial_attention",
             schema="(Tensor partial_out, Tensor partial_lse, Tensor? sink, Tensor(a!) out, Tensor(b!) lse) -> ()",
             reference=decode_reference.merge_partial_attention,
@@ -93,6 +105,16 @@ OPS: dict[str, Op] = {
             reference=selection_reference.plan_selection,
             check=selection_contract.check_plan_selection,
             triton="selection.triton_kernels:plan_selection",
+        ),
+        Op(
+            name="selected_slots",
+            schema=(
+                "(Tensor topk, Tensor block_table, Tensor lengths, Tensor(a!) slots, int page_size, int interleave, "
+                "int rank, int world, int slots_per_rank=0) -> ()"
+            ),
+            reference=selection_reference.selected_slots,
+            check=selection_contract.check_selected_slots,
+            triton="selection.triton_kernels_slots:selected_slots",
         ),
         Op(
             name="ce_exchange",

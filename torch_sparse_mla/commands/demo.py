@@ -14,6 +14,7 @@ from pathlib import Path
 import torch
 
 from .. import LAYOUTS, __version__, explain
+from . import processes
 from .console import Steps, print_table
 
 INSTALL = "run 'pip install \"torch_sparse_mla[transformers]\"'"
@@ -44,8 +45,9 @@ def add_parser(commands: argparse._SubParsersAction) -> None:
     )  # fmt: skip
     parser.add_argument("--tokens", type=_bounded(1, MAX_TOKENS), default=16, help="tokens to generate; default: 16")
     parser.add_argument(
-        "--world", type=_bounded(1, MAX_WORLD), default=1, metavar="W",
-        help="shard the cache over W ranks in this process, a divisor of the heads; default: 1",
+        "--world", type=_bounded(1, MAX_WORLD), metavar="W",
+        help="shard the cache over W ranks in this process, a divisor of the heads; default: 1. Under torchrun the "
+        "ranks are its processes",
     )  # fmt: skip
     parser.add_argument(
         "--strategy", action="append", metavar="NAME",
@@ -85,26 +87,38 @@ def run(options: argparse.Namespace) -> int:
     if absent:
         print(f"demo needs {', '.join(absent)}: {INSTALL}", file=sys.stderr)
         return 1
-    device = _chosen_device(options)
+    device = processes.own_device(_chosen_device(options))
     if options.dtype not in DTYPES:
         _refuse(options, "--dtype", options.dtype, DTYPES)
-    shardings = _shardings(options)
+    options.world = _chosen_world(options)
     work = _planned_work(options)
+    with processes.group_of_processes(device) as group, processes.only_rank_0_prints():
+        return _run_here(options, device, work, group)
+
+
+def _run_here(options: argparse.Namespace, device: torch.device, work: dict[str, list[str]], group: str | None) -> int:
+    """Run what is planned and print it. Args: group: the processes that do it together, in words; None: this one."""
+    shardings, impossible = _shardings(options, device)
     print(
         f"Random weights of seed {options.seed}, {options.dtype}, on {_device_name(device)}; sparse_ckv_decode runs as "
         f"{explain('sparse_ckv_decode', device)['kernel']}; PyTorch {torch.__version__}"
     )
-    if shardings:
+    if shardings and group is not None:
+        print(f"{options.world} rank(s), each a process with its shard and its share of the heads: {group}")
+    elif shardings:
         print(
             f"{options.world} rank(s) in this process take turns on one device, each with its shard and its share of "
             "the heads: their times say nothing about a link"
         )
+    for strategy, why in impossible.items():
+        print(f"Not run: {strategy}: {why}")
     runs = _run_all(options, work, shardings, device)
     for model in work:
         _print_model(model, [run for run in runs if run["model"] == model])
-    if options.json:
+    first = processes.is_first()
+    if options.json and first:
         _write_json(options, device, runs)
-    if options.plot:
+    if options.plot and first:
         from .demo_plot import plot
 
         plot(runs, options.plot, _device_name(device))
@@ -125,20 +139,37 @@ def _chosen_device(options: argparse.Namespace) -> torch.device:
     return torch.device("cuda" if count else "cpu")
 
 
-def _shardings(options: argparse.Namespace) -> list:
-    """The sharded runs that the options ask for, besides the one with a single shard."""
+def _chosen_world(options: argparse.Namespace) -> int:
+    """The ranks: those of the option, or the processes."""
     from ..dcp.contract import STRATEGIES
     from ..integrations.tiny_models import HEADS
-    from ..integrations.transformers import Dcp
 
-    if HEADS % options.world:
-        divisors = [str(world) for world in range(1, HEADS + 1) if HEADS % world == 0]
-        _refuse(options, "--world", str(options.world), divisors)
-    given = options.strategy or (["auto"] if options.world > 1 else [])
-    if not given:
-        return []
-    strategies = _named(options, "--strategy", given, STRATEGIES)
-    return [Dcp(options.world, strategy=strategy) for strategy in strategies]
+    launched = processes.launched_world()
+    if launched is not None and options.world not in (None, launched):
+        _refuse(options, "--world", str(options.world), [f"{launched}, the processes of torchrun"])
+    world = options.world or launched or 1
+    if HEADS % world:
+        divisors = [str(divisor) for divisor in range(1, HEADS + 1) if HEADS % divisor == 0]
+        _refuse(options, "--world" if launched is None else "--nproc-per-node of torchrun", str(world), divisors)
+    _named(options, "--strategy", options.strategy, STRATEGIES)
+    return world
+
+
+def _shardings(options: argparse.Namespace, device: torch.device) -> tuple[list, dict[str, str]]:
+    """The sharded runs that the options ask for, besides the one with a single shard; and what of "all" cannot run
+    here, with the reason. A strategy that is asked for by name and cannot run is refused."""
+    from ..dcp.contract import STRATEGIES
+    from ..integrations.transformers import Dcp, why_not
+
+    launched = processes.launched_world() is not None
+    given = options.strategy or (["auto"] if options.world > 1 or launched else [])
+    wanted = _named(options, "--strategy", given, STRATEGIES) if given else []
+    runs = [Dcp(options.world, strategy=strategy, processes=launched) for strategy in wanted]
+    impossible = {dcp.strategy: why for dcp in runs if (why := why_not(dcp, device)) is not None}
+    for strategy, why in impossible.items():
+        if strategy in given:
+            options.parser.error(f"argument --strategy: got {strategy!r}, which cannot run here: {why}")
+    return [dcp for dcp in runs if dcp.strategy not in impossible], impossible
 
 
 def _device_name(device: torch.device) -> str:
@@ -289,7 +320,8 @@ def _name(run: dict) -> str:
 
 
 def _print_verdict(runs: list[dict]) -> int:
-    faults = [f"{_name(run)}: {fault}" for run in runs for fault in run["faults"]]
+    own_faults = [f"{_name(run)}: {fault}" for run in runs for fault in run["faults"]]
+    faults = processes.faults_of_all_ranks(own_faults)
     longest = max(run["context"] for run in runs)
     speedups = [run["speedup"] for run in runs if run["context"] == longest]
     spread = f"{min(speedups):.0f} to {max(speedups):.0f} times"

@@ -2,12 +2,13 @@
 
 takes: local heads' queries, this rank's caches, top-k lists of global positions. gives: attention of the local heads
 over all selected records, whoever owns them.
-Reading order: steps (how ranks that share a thread take turns) -> decode (the class) -> strategies -> gather -> costs
--> contract.
+Reading order: steps (how ranks that share a thread take turns) -> decode (the class) -> strategies -> gather -> peers
+-> costs -> measure -> contract.
 """
 
-from .costs import LinkCosts
+from .costs import LinkCosts, union_growth
 from .decode import DcpSparseDecode
+from .peers import PeerCaches
 from .steps import run_loopback
 
-__all__ = ["DcpSparseDecode", "LinkCosts", "run_loopback"]
+__all__ = ["DcpSparseDecode", "LinkCosts", "PeerCaches", "run_loopback", "union_growth"]

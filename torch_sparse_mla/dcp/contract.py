@@ -12,19 +12,19 @@ from ..contract import (
     check_shape,
     reject,
 )
-from ..decode.contract import MAX_HEADS, MAX_TOPK
+from ..decode.contract import MAX_HEADS, MAX_TOPK, compute_dtype
 from ..records.layouts import LATENT_DIM, ROPE_DIM, RecordLayout
 
 OP = "DcpSparseDecode"
-STRATEGIES = ("auto", "owner_merge", "exchange", "exchange_bulk")
+STRATEGIES = ("auto", "owner_merge", "exchange", "exchange_bulk", "peer_read")
 
 
-def check_strategy(strategy: str) -> None:
-    if strategy == "peer_read":
-        allowed = ", ".join(STRATEGIES) + " (no attention kernel here reads peers' caches)"
-        reject(OP, "strategy", "'peer_read'", allowed)
+def check_strategy(strategy: str, why_no_peers: str | None) -> None:
+    """Args: why_no_peers: why ranks cannot read one another's caches; None where they can."""
     if strategy not in STRATEGIES:
         reject(OP, "strategy", repr(strategy), ", ".join(STRATEGIES))
+    if strategy == "peer_read" and why_no_peers is not None:
+        reject(OP, "strategy", "'peer_read'", f"{', '.join(STRATEGIES[:-1])} ({why_no_peers})")
 
 
 def check_static(layout: str, dtype: torch.dtype, sizes: dict[str, int], softmax_scale: float) -> RecordLayout:
@@ -79,13 +79,25 @@ def check_selection(
 
 def check_caches(q: torch.Tensor, caches: list[torch.Tensor], layout: RecordLayout, page_size: int) -> None:
     for index, cache in enumerate(caches):
-        check_same_device(OP, q=q, cache=cache)
-        check_cache(OP, cache, layout)
+        name = f"shared_caches[{index - 1}]" if index else "cache"
+        check_same_device(OP, q=q, **{name: cache})
+        check_cache(OP, cache, layout, name)
         if cache.shape[1] != page_size:
-            reject(OP, "cache", f"{cache.shape[1]} records in a page", f"page_size = {page_size}")
-        if index and (cache.shape != caches[0].shape or cache.stride() != caches[0].stride()):
-            given = f"shape {list(cache.shape)}, strides {list(cache.stride())}"
-            reject(OP, "shared_caches", given, f"those of the Full layer, {list(caches[0].shape)}, and its strides")
+            reject(OP, name, f"{cache.shape[1]} records in a page", f"page_size = {page_size}")
+
+
+def check_results(q: torch.Tensor, out: torch.Tensor | None, lse: torch.Tensor | None) -> None:
+    rows, heads, _ = q.shape
+    if out is not None:
+        check_same_device(OP, q=q, out=out)
+        check_dtype(OP, "out", out, (q.dtype,))
+        check_shape(OP, "out", out, (rows, heads, LATENT_DIM), "rows, local heads, 512")
+        check_contiguous(OP, "out", out)
+    if lse is not None:
+        check_same_device(OP, q=q, lse=lse)
+        check_dtype(OP, "lse", lse, (compute_dtype(q.dtype),))
+        check_shape(OP, "lse", lse, (rows, heads), "rows, local heads")
+        check_contiguous(OP, "lse", lse)
 
 
 def check_current(latent: torch.Tensor | None, rope: torch.Tensor | None, rows: int, layout: RecordLayout) -> None:

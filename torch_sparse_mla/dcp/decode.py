@@ -7,27 +7,27 @@ from typing import Any
 import torch
 
 from .. import sharding
-from ..contract import reject
+from ..contract import reject, strict_flag
+from ..decode.contract import compute_dtype
 from ..exchange.channel import DEFAULT_TIMEOUT_S, Channel
-from ..exchange.group import as_group
+from ..exchange.group import LoopbackRank, ProcessRank, as_group
 from ..records.layouts import LATENT_DIM
 from .contract import (
     OP,
     check_caches,
     check_current,
     check_query,
+    check_results,
     check_selection,
     check_static,
     check_strategy,
 )
 from .costs import LinkCosts, Prediction, Sizes, predict
-from .gather import copies_of_partials
 from .measure import Inputs, agreed_costs
-from .rank import LSE_BYTES, Rank
+from .peers import PeerCaches, why_no_peers
+from .rank import Rank, Result
 from .steps import Steps, finish
-from .strategies import Exchange, OwnerMerge, open_strategy
-
-Result = tuple[torch.Tensor, torch.Tensor]
+from .strategies import BULK_FLAG, Strategy, open_strategy
 
 
 class DcpSparseDecode:
@@ -47,7 +47,16 @@ class DcpSparseDecode:
         owner_merge: queries travel; each rank attends with all heads over its own records; partial results are merged.
         exchange: selected records travel, a layer at a time; each rank attends with its own heads.
         exchange_bulk: the same, with the Shared layers' records in one exchange that begins in the Full layer.
-        auto: at warm-up, whichever of these the cost model finds cheapest; the same on every rank.
+            `TORCH_SPARSE_MLA_BULK_PREFETCH=0` turns that off (1: on); what goes by itself is counted in `explain`.
+        peer_read: each rank attends with its own heads and reads records where they lie, in the caches of all ranks.
+            Loopback ranks, or processes on GPUs that map one another's memory, with caches from `empty_cache`.
+        auto: at warm-up, whichever of these the cost model finds cheapest; the same on every rank. Of processes,
+            peer_read only where caches were made with `empty_cache` before.
+
+    With peer_read, a record that a call reads may be overwritten by its owner, or its page be given to others, once the
+    owner's next call (of any layer), or `fence`, is over in the order of its stream: the hop at the beginning of each
+    says that every rank has finished its earlier calls. Records that are only added need nothing. With the other
+    strategies a rank's caches are read by itself alone.
 
     Args:
         group: a `torch.distributed` process group, or `LoopbackGroup(...).rank(r)`.
@@ -61,6 +70,8 @@ class DcpSparseDecode:
         strategy: see above.
         shared_layers: Shared layers that follow a Full layer; with exchange_bulk, the most that one exchange fetches.
         costs: figures for the cost model; None: `warmup` measures them.
+        union_growth: as in `LinkCosts`, which has an assumption instead; see the function of that name.
+        peers: the caches of all ranks, where they were made before this object (see PeerCaches); None: its own.
         name: of the channels; unique among the open ones, equal on every rank.
         transport, timeout_s, device: as for `Channel.create`.
     Raises: ValueError for an argument that does not fit. Ranks: all, with the same arguments.
@@ -83,25 +94,30 @@ class DcpSparseDecode:
         strategy: str = "auto",
         shared_layers: int = 3,
         costs: LinkCosts | None = None,
+        union_growth: float | None = None,
+        peers: PeerCaches | None = None,
         name: str = "dcp",
         transport: str = "auto",
         timeout_s: float = DEFAULT_TIMEOUT_S,
         device: str | torch.device | None = None,
     ) -> None:
-        check_strategy(strategy)
+        ranks = as_group(group)
+        self.device = ranks.device(device)
+        self.why_no_peers = why_no_peers(ranks, self.device, transport)
+        check_strategy(strategy, self.why_no_peers)
         counts = {"requests": requests, "rows_per_request": rows_per_request, "heads": heads, "topk": topk}
         record_layout = check_static(layout, dtype, {**counts, "shared_layers": shared_layers}, softmax_scale)
-        ranks = as_group(group)
         sharding.check_geometry(page_size, ranks.rank, ranks.world, interleave)
         sizes = Sizes(
             world=ranks.world,
             **counts,
             record_bytes=record_layout.record_bytes,
             query_bytes=record_layout.query_dim * dtype.itemsize,
-            partial_bytes=LATENT_DIM * dtype.itemsize + LSE_BYTES,
+            partial_bytes=LATENT_DIM * dtype.itemsize + compute_dtype(dtype).itemsize,
             shared_layers=shared_layers,
         )
         options = {"transport": transport, "timeout_s": timeout_s, "device": device}
+        sends_messages = _sends_messages(ranks, self.device, transport)
         self.rank = Rank(
             group,
             ranks.rank,
@@ -113,13 +129,29 @@ class DcpSparseDecode:
             softmax_scale,
             sizes,
             options,
+            sends_messages,
         )
-        self.device = ranks.device(device)
         self.name, self.asked = name, strategy
-        self.costs = costs
+        self.costs, self.union_growth = costs, union_growth
         self.chosen: str | None = None
-        self.strategy: OwnerMerge | Exchange | None = None
-        self._rows, self._copies = 0, 1
+        self.strategy: Strategy | None = None
+        self.peers, self._owns_peers = peers, peers is None
+        if peers is None and self.why_no_peers is None:
+            self.peers = PeerCaches(group, device, transport, f"{name}.peers")
+        # Strategies that auto does not choose, and why.
+        self.not_considered: dict[str, str] = {}
+        self._rows = 0
+
+    def empty_cache(self, pages: int) -> torch.Tensor:
+        """A layer's cache [pages, page_size, record_bytes] uint8 of zeros, where every rank can read it.
+
+        For peer_read between processes, where it must come from here; any strategy may use it. It lives until `close`.
+        Raises: ValueError where ranks cannot read one another's memory; RuntimeError where it cannot be mapped.
+        Ranks: all, in the same order, with as many pages; before any capture.
+        """
+        if self.peers is None:
+            reject(OP, "empty_cache", "ranks that cannot read one another's memory", f"others ({self.why_no_peers})")
+        return self.peers.empty(pages, self.rank.page_size, self.rank.layout.record_bytes)
 
     def warmup(self) -> str:
         """Measure, choose, make the channels, and run one step of zeros. Before any capture.
@@ -132,13 +164,26 @@ class DcpSparseDecode:
         """`warmup` in steps."""
         if self.strategy is not None:
             return self.chosen
-        self.costs, transport = yield from agreed_costs(self.name, self.rank, self.device, self.costs)
-        self._copies = copies_of_partials(transport, self.rank.world)
-        best = min(self._predictions(), key=lambda prediction: prediction.us_per_layer)
-        self.chosen = best.strategy if self.asked == "auto" else self.asked
-        self.strategy = open_strategy(self.chosen, self.name, self.rank)
+        ranks = as_group(self.rank.group)
+        # Read here, so that a value that is refused on one rank fails on all.
+        bulk_flag = ranks.agree(f"{self.name}.costs", BULK_FLAG, lambda: strict_flag(BULK_FLAG, "1"))
+        peers = self._peers_to_measure(ranks)
+        given = self.costs
+        self.costs = yield from agreed_costs(
+            self.name, self.rank, self.device, given, self.union_growth, peers, bulk_flag
+        )
+        if not bulk_flag:
+            self.not_considered["exchange_bulk"] = f"{BULK_FLAG}=0"
+        if peers is not None and self.costs.attend_peers_us is None:
+            self.not_considered["peer_read"] = "the costs that were given have no attend_peers_us"
+        self.chosen = self._best().strategy if self.asked == "auto" else self.asked
+        self.strategy = open_strategy(self.chosen, self.name, self.rank, self.device, self.peers, bulk_flag)
         yield
-        inputs = Inputs.make(self.rank, self.device)
+        # For peer_read between processes, memory that peers can read, kept with the other caches until `close`.
+        probe = None
+        if self.chosen == "peer_read" and not isinstance(ranks, LoopbackRank):
+            probe = self.empty_cache(Inputs.pages(self.rank))
+        inputs = Inputs.make(self.rank, self.device, probe)
         others = [inputs.cache] * self.rank.sizes.shared_layers
         yield from self.full_steps(
             inputs.q, inputs.cache, inputs.topk, inputs.block_table, inputs.lengths, shared_caches=others
@@ -146,7 +191,7 @@ class DcpSparseDecode:
         for layer, cache in enumerate(others):
             yield from self.shared_steps(inputs.q, cache, layer, latent=inputs.latent, rope=inputs.rope)
         # Ranks leave together: the next exchange finds no rank still at work here.
-        return as_group(self.rank.group).agree(f"{self.name}.warm-up", "choice of strategy", lambda: self.chosen)
+        return ranks.agree(f"{self.name}.warm-up", "choice of strategy", lambda: self.chosen)
 
     def full(
         self,
@@ -158,6 +203,8 @@ class DcpSparseDecode:
         *,
         shared_caches: Sequence[torch.Tensor] = (),
         sink: torch.Tensor | None = None,
+        out: torch.Tensor | None = None,
+        lse: torch.Tensor | None = None,
     ) -> Result:
         """A Full layer, whose tokens of this step are written: select, and attend.
 
@@ -169,13 +216,16 @@ class DcpSparseDecode:
             lengths: [rows] int32 global lengths: a row's own token is at `length - 1`, and a top-k entry beyond that is
                 absent; <= 0 is a padded row.
             shared_caches: this rank's caches of the Shared layers that follow, in order, without this step's tokens.
-                Only exchange_bulk reads them, and no more than `shared_layers`.
+                Only exchange_bulk reads them ahead: the first ones, up to `shared_layers`, that are like `cache`.
             sink: as for `sparse_ckv_decode`, for the local heads.
+            out, lse: as in what is returned, overwritten; None: allocated.
         Returns: (out [rows, heads, 512], lse [rows, heads]) of the local heads.
         Raises: ValueError for an argument that does not fit, before anything is sent. ExchangeError as `ce_exchange`.
         Ranks: all, with the same shapes and number of shared caches.
         """
-        return finish(self.full_steps(q, cache, topk, block_table, lengths, shared_caches=shared_caches, sink=sink))
+        results = {"out": out, "lse": lse}
+        steps = self.full_steps(q, cache, topk, block_table, lengths, shared_caches=shared_caches, sink=sink, **results)
+        return finish(steps)
 
     def full_steps(
         self,
@@ -187,14 +237,17 @@ class DcpSparseDecode:
         *,
         shared_caches: Sequence[torch.Tensor] = (),
         sink: torch.Tensor | None = None,
+        out: torch.Tensor | None = None,
+        lse: torch.Tensor | None = None,
     ) -> Steps[Result]:
         """`full` in steps. Arguments are checked at once."""
         strategy, sizes = self._open(), self.rank.sizes
         check_selection(topk, block_table, lengths, sizes.requests, sizes.rows_per_request, sizes.topk)
-        self._check_layer(q, [cache, *shared_caches], len(topk), sink)
+        self._check_layer(q, [cache, *shared_caches], len(topk), sink, out, lse)
         if topk.device != q.device:
             reject(OP, "topk", f"device {topk.device}", f"device {q.device}, where 'q' is")
-        return self._full(strategy, q, cache, topk, block_table, lengths, list(shared_caches), sink)
+        strategy.check(cache, None)
+        return self._full(q, cache, (topk, block_table, lengths), list(shared_caches), sink, (out, lse))
 
     def shared(
         self,
@@ -205,18 +258,20 @@ class DcpSparseDecode:
         latent: torch.Tensor | None = None,
         rope: torch.Tensor | None = None,
         sink: torch.Tensor | None = None,
+        out: torch.Tensor | None = None,
+        lse: torch.Tensor | None = None,
     ) -> Result:
         """A Shared layer, whose tokens of this step are written: attend to what the last Full layer selected.
 
         Args:
-            q, cache, sink: as for `full`.
+            q, cache, sink, out, lse: as for `full`.
             layer: 0 for the first Shared layer after the Full layer, and so on: its place in `shared_caches`.
             latent: [rows, 512] latents of the rows' own tokens in this layer, the same on every rank, of any float type
                 that `write_ckv_records` takes. Needed where the layer's records were fetched ahead (exchange_bulk).
             rope: [rows, 64], with `latent`; None for the nope layouts.
         Returns, raises, ranks: as for `full`.
         """
-        return finish(self.shared_steps(q, cache, layer, latent=latent, rope=rope, sink=sink))
+        return finish(self.shared_steps(q, cache, layer, latent=latent, rope=rope, sink=sink, out=out, lse=lse))
 
     def shared_steps(
         self,
@@ -227,6 +282,8 @@ class DcpSparseDecode:
         latent: torch.Tensor | None = None,
         rope: torch.Tensor | None = None,
         sink: torch.Tensor | None = None,
+        out: torch.Tensor | None = None,
+        lse: torch.Tensor | None = None,
     ) -> Steps[Result]:
         """`shared` in steps. Arguments are checked at once."""
         strategy = self._open()
@@ -234,20 +291,30 @@ class DcpSparseDecode:
             reject(OP, "layer", layer, "a Shared layer after a Full layer: call full first")
         if not isinstance(layer, int) or layer < 0:
             reject(OP, "layer", repr(layer), "an integer, 0 or more")
-        self._check_layer(q, [cache], self._rows, sink)
-        if isinstance(strategy, Exchange) and layer < strategy.fetched:
+        self._check_layer(q, [cache], self._rows, sink, out, lse)
+        strategy.check(cache, layer)
+        if layer < strategy.ahead:
             check_current(latent, rope, self._rows, self.rank.layout)
-        return strategy.shared(q, cache, layer, latent, rope, sink)
+        return strategy.shared(q, cache, layer, (latent, rope), sink, (out, lse))
+
+    def fence(self) -> None:
+        """Wait, in the order of the stream, until every rank has finished its earlier calls: see the class.
+
+        One hop with peer_read, nothing with the other strategies. Capture: safe. Ranks: all.
+        """
+        finish(self.fence_steps())
+
+    def fence_steps(self) -> Steps[None]:
+        """`fence` in steps."""
+        return self._open().fence()
 
     def explain(self) -> dict[str, Any]:
         """The strategy and why, the table of predictions, the costs behind it, and the channels. After `warmup`."""
-        strategy = self._open()
-        table = self._predictions()
-        best = min(table, key=lambda prediction: prediction.us_per_layer)
+        strategy, table, best = self._open(), self._predictions(), self._best()
         why = "asked for"
         if self.asked == "auto":
             why = "the least microseconds per layer of " + ", ".join(
-                f"{row.strategy} {row.us_per_layer:.1f}" for row in table
+                f"{row.strategy} {row.us_per_layer:.1f}" for row in table if row.strategy not in self.not_considered
             )
         elif best.strategy != self.chosen:
             why = f"asked for; auto would choose {best.strategy}"
@@ -256,8 +323,10 @@ class DcpSparseDecode:
             "asked": self.asked,
             "why": why,
             "table": [row._asdict() for row in table],
+            "not_considered": dict(self.not_considered),
             "costs": dataclasses.asdict(self.costs),
             "channels": [channel.explain() for channel in strategy.channels],
+            **strategy.explain(),
         }
 
     @property
@@ -269,30 +338,63 @@ class DcpSparseDecode:
         """Close the channels, before the process group is destroyed. A second close does nothing."""
         if self.strategy is not None:
             self.strategy.close()
+        if self._owns_peers and self.peers is not None:
+            self.peers.close()
 
     def _full(
         self,
-        strategy: OwnerMerge | Exchange,
         q: torch.Tensor,
         cache: torch.Tensor,
-        topk: torch.Tensor,
-        block_table: torch.Tensor,
-        lengths: torch.Tensor,
+        selection: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
         shared_caches: list[torch.Tensor],
         sink: torch.Tensor | None,
+        into: tuple[torch.Tensor | None, torch.Tensor | None],
     ) -> Steps[Result]:
-        strategy.select(torch.where(topk < lengths.unsqueeze(1), topk, -1), block_table, lengths)
-        self._rows = len(topk)
-        return (yield from strategy.full(q, cache, shared_caches, sink))
+        self.strategy.select(*selection, cache)
+        self._rows = len(q)
+        return (yield from self.strategy.full(q, cache, shared_caches, sink, into))
 
-    def _open(self) -> OwnerMerge | Exchange:
+    def _peers_to_measure(self, ranks: object) -> PeerCaches | None:
+        """Where to measure attention over peers' caches; None where peer_read is not to be considered."""
+        if self.why_no_peers is not None:
+            self.not_considered["peer_read"] = self.why_no_peers
+        elif isinstance(ranks, LoopbackRank) or self.asked == "peer_read" or self.peers.allocations:
+            return self.peers
+        else:
+            self.not_considered["peer_read"] = "no cache was made with empty_cache before warmup"
+        return None
+
+    def _open(self) -> Strategy:
         if self.strategy is None:
             raise RuntimeError(f"torch_sparse_mla::{OP}: call warmup() on every rank first")
         return self.strategy
 
-    def _check_layer(self, q: torch.Tensor, caches: list[torch.Tensor], rows: int, sink: torch.Tensor | None) -> None:
+    def _check_layer(
+        self,
+        q: torch.Tensor,
+        caches: list[torch.Tensor],
+        rows: int,
+        sink: torch.Tensor | None,
+        out: torch.Tensor | None,
+        lse: torch.Tensor | None,
+    ) -> None:
         check_query(q, rows, self.rank.sizes.heads, self.rank.layout, self.rank.dtype, sink)
         check_caches(q, caches, self.rank.layout, self.rank.page_size)
+        check_results(q, out, lse)
 
     def _predictions(self) -> list[Prediction]:
-        return predict(self.rank.sizes, self.costs, self._copies)
+        return predict(self.rank.sizes, self.costs)
+
+    def _best(self) -> Prediction:
+        considered = [row for row in self._predictions() if row.strategy not in self.not_considered]
+        return min(considered, key=lambda prediction: prediction.us_per_layer)
+
+
+def _sends_messages(ranks: object, device: torch.device, transport: str) -> bool:
+    """Whether ranks are processes on GPUs that map nothing: then moves are collectives of their group."""
+    if not isinstance(ranks, ProcessRank) or device.type != "cuda":
+        return False
+    chosen = ranks.transports(device.type)[0] if transport == "auto" else transport
+    if chosen == "collective" and "nccl" not in ranks.backend:
+        reject(OP, "transport", f"'collective' on {device} with {ranks.described}", "a group with NCCL, or direct")
+    return chosen == "collective"

@@ -1,186 +1,340 @@
-"""The ways to attend to records that lie on several ranks. Each plans once for a Full layer, then serves its layers."""
+"""The ways to attend to records that lie on several ranks. Each plans once for a Full layer, then serves its layers.
+
+A strategy has `select` (before a Full layer), `full` and `shared` (one layer), `check` (of a layer's cache, before
+anything is sent), `moves` (what it must close), and `fence`. Its buffers are made once, for the largest call.
+"""
+
+import collections
+import itertools
+from typing import Protocol
 
 import torch
 
-from .. import sharding
+from ..contract import reject
 from ..decode.api import merge_partial_attention
-from ..decode.contract import compute_dtype
 from ..exchange.api import ce_exchange_start, ce_exchange_wait
 from ..exchange.channel import Channel
+from ..exchange.group import LoopbackRank
 from ..records.api import write_ckv_records
-from ..records.layouts import LATENT_DIM
-from ..selection.api import current_token_slots, plan_selection
+from ..selection.api import current_token_slots, plan_selection, selected_slots
 from ..selection.plan import SelectionPlan
-from .gather import Gather, Scatter
-from .rank import LSE_BYTES, Rank
+from .contract import OP
+from .gather import Gather, Partials
+from .peers import PeerCaches
+from .rank import Rank, Result
 from .steps import Steps
 
-Result = tuple[torch.Tensor, torch.Tensor]
+Into = tuple[torch.Tensor | None, torch.Tensor | None]
+BULK_FLAG = "TORCH_SPARSE_MLA_BULK_PREFETCH"
 
 
-class OwnerMerge:
+class Strategy(Protocol):
+    """What `DcpSparseDecode` asks of a strategy.
+
+    Attributes:
+        ahead: Shared layers of the last Full layer whose records were fetched with it.
+    """
+
+    ahead: int
+
+    @property
+    def channels(self) -> list[Channel]: ...
+
+    def check(self, cache: torch.Tensor, layer: int | None) -> None:
+        """Refuse a cache of a layer (None: the Full layer) that this strategy cannot use."""
+
+    def select(
+        self, topk: torch.Tensor, block_table: torch.Tensor, lengths: torch.Tensor, cache: torch.Tensor
+    ) -> None: ...
+
+    def full(
+        self,
+        q: torch.Tensor,
+        cache: torch.Tensor,
+        shared_caches: list[torch.Tensor],
+        sink: torch.Tensor | None,
+        into: Into,
+    ) -> Steps[Result]: ...
+
+    def shared(
+        self,
+        q: torch.Tensor,
+        cache: torch.Tensor,
+        layer: int,
+        current: tuple[torch.Tensor | None, torch.Tensor | None],
+        sink: torch.Tensor | None,
+        into: Into,
+    ) -> Steps[Result]: ...
+
+    def fence(self) -> Steps[None]: ...
+
+    def explain(self) -> dict[str, object]: ...
+
+    def close(self) -> None: ...
+
+
+class _Slots:
+    """Slots of a Full layer's lists, with a copy for each rank's heads where rows of all heads are attended to."""
+
+    ahead = 0
+
+    def __init__(self, static: Rank, copies: int, device: torch.device) -> None:
+        self.static, self.copies = static, copies
+        rows = copies * static.sizes.rows
+        self.buffer = torch.empty(rows, static.sizes.topk, dtype=torch.int32, device=device)
+        self.slots = self.buffer
+        self.workspace = static.workspace(rows, static.sizes.heads, device)
+
+    def check(self, cache: torch.Tensor, layer: int | None) -> None:
+        """Every cache will do."""
+
+    def _select(
+        self, topk: torch.Tensor, block_table: torch.Tensor, lengths: torch.Tensor, slots_per_rank: int
+    ) -> None:
+        static = self.static
+        self.slots = self.buffer[: self.copies * len(topk)]
+        selected_slots(
+            topk,
+            block_table,
+            lengths,
+            **static.geometry,
+            world=static.world,
+            slots_per_rank=slots_per_rank,
+            slots=self.slots,
+        )
+
+    def full(self, q, cache, shared_caches, sink, into) -> Steps[Result]:
+        return (yield from self.shared(q, cache, 0, (None, None), sink, into))
+
+    def fence(self) -> Steps[None]:
+        """Nobody reads another rank's cache."""
+        yield from ()
+
+    def explain(self) -> dict[str, object]:
+        return {}
+
+
+class OwnerMerge(_Slots):
     """Queries of all heads to every rank; each attends over the records that it owns; partial results go back."""
 
-    def __init__(self, name: str, static: Rank) -> None:
-        self.static = static
-        head_rows = static.sizes.rows * static.sizes.heads
+    def __init__(self, name: str, static: Rank, device: torch.device) -> None:
+        super().__init__(static, static.world, device)
         self.queries = self.partials = None
         if static.world > 1:
-            self.queries = Gather(f"{name}.queries", static, head_rows, static.sizes.query_bytes)
-            transport = self.queries.channel.transport_name
+            head_rows = static.sizes.rows * static.sizes.heads
+            self.queries = Gather(f"{name}.queries", static, head_rows, static.sizes.query_bytes, device)
             try:
-                self.partials = Scatter(f"{name}.partials", static, head_rows, static.sizes.partial_bytes, transport)
+                self.partials = Partials(f"{name}.partials", static, device)
             except BaseException:
                 self.queries.close()
                 raise
 
     @property
     def channels(self) -> list[Channel]:
-        gathers = [] if self.queries is None else [self.queries, self.partials.gather]
-        return [gather.channel for gather in gathers if gather is not None]
+        moves = [] if self.queries is None else [self.queries, self.partials]
+        return [move.channel for move in moves if move.channel is not None]
 
-    def select(self, topk: torch.Tensor, block_table: torch.Tensor, lengths: torch.Tensor) -> None:
-        static = self.static
-        requests = len(block_table)
-        slots = sharding.local_slots(
-            topk.view(requests, -1), block_table, static.page_size, static.rank, static.world, static.interleave
-        )
-        # Every rank's heads are rows of their own, in the order in which queries arrive and partial results leave.
-        self.slots = slots.view_as(topk).int().repeat(static.world, 1)
+    def select(self, topk, block_table, lengths, cache) -> None:
+        self._select(topk, block_table, lengths, 0)
 
-    def full(
-        self, q: torch.Tensor, cache: torch.Tensor, shared_caches: list[torch.Tensor], sink: torch.Tensor | None
-    ) -> Steps[Result]:
-        return (yield from self.shared(q, cache, 0, None, None, sink))
-
-    def shared(
-        self,
-        q: torch.Tensor,
-        cache: torch.Tensor,
-        layer: int,
-        latent: torch.Tensor | None,
-        rope: torch.Tensor | None,
-        sink: torch.Tensor | None,
-    ) -> Steps[Result]:
+    def shared(self, q, cache, layer, current, sink, into) -> Steps[Result]:
         static = self.static
         rows, heads, dim = q.shape
         if static.world == 1:
-            return static.attend(q, cache, self.slots, sink)
+            return static.attend(q, cache, self.slots, sink, into, self.workspace)
         all_q = yield from self.queries.run(q.contiguous().view(rows * heads, dim))
-        partial_out, partial_lse = static.attend(all_q.view(-1, heads, dim), cache, self.slots, None)
-        sent = _pack(partial_out, partial_lse)
-        arrived = yield from self.partials.run(sent)
-        return merge_partial_attention(*_unpack(arrived, (static.world, rows, heads), q.dtype), sink=sink)
+        buffers = self.partials.buffers(rows)
+        static.attend(all_q.view(-1, heads, dim), cache, self.slots, None, buffers, self.workspace)
+        partial_out, partial_lse = yield from self.partials.run(rows)
+        return merge_partial_attention(partial_out, partial_lse, sink=sink, out=into[0], lse=into[1])
 
     def close(self) -> None:
-        for channel in self.channels:
-            channel.close()
+        for move in (self.queries, self.partials):
+            if move is not None:
+                move.close()
 
 
-def _pack(out: torch.Tensor, lse: torch.Tensor) -> torch.Tensor:
-    """Rows of bytes: partial output, then its log-sum-exp."""
-    count, width = lse.numel(), LATENT_DIM * out.element_size()
-    packed = torch.empty(count, width + LSE_BYTES, dtype=torch.uint8, device=out.device)
-    packed[:, :width] = out.view(count, LATENT_DIM).view(torch.uint8)
-    packed[:, width : width + lse.element_size()] = lse.view(count, 1).view(torch.uint8)
-    return packed
+class PeerRead(_Slots):
+    """Each rank attends with its own heads and reads selected records where they lie, in the caches of all ranks.
 
+    Every layer begins with a hop that moves nothing: once it is over, each rank's tokens of this step are written and
+    visible, and each rank has finished, in the order of its stream, what it read in earlier calls.
+    """
 
-def _unpack(packed: torch.Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> Result:
-    width, lse_dtype = LATENT_DIM * dtype.itemsize, compute_dtype(dtype)
-    out = packed[..., :width].contiguous().view(dtype).view(*shape, LATENT_DIM)
-    lse = packed[..., width : width + lse_dtype.itemsize].contiguous().view(lse_dtype).view(shape)
-    return out, lse
+    def __init__(self, name: str, static: Rank, device: torch.device, peers: PeerCaches) -> None:
+        super().__init__(static, 1, device)
+        self.peers = peers
+        self.arrivals = None
+        self.calls = 0
+        self.pages = 0
+        if static.world > 1:
+            self.arrivals = Gather(f"{name}.arrivals", static, 1, 16, device)
+            self.nothing = torch.zeros(1, 16, dtype=torch.uint8, device=device)
+
+    @property
+    def channels(self) -> list[Channel]:
+        return [] if self.arrivals is None else [self.arrivals.channel]
+
+    def check(self, cache: torch.Tensor, layer: int | None) -> None:
+        if layer is not None and cache.shape[0] != self.pages:
+            reject(OP, "cache", f"{cache.shape[0]} pages", f"{self.pages}, as the Full layer's, for peer_read")
+        alone = self.static.world == 1 or isinstance(self.peers.group, LoopbackRank)
+        if not alone and self.peers.of(cache) is None:
+            reject(OP, "cache", "memory that peers cannot read", "a cache from empty_cache(pages), for peer_read")
+
+    def select(self, topk, block_table, lengths, cache) -> None:
+        self.pages = cache.shape[0]
+        # The table may name pages beyond the cache; those of an empty one are not there.
+        self._select(topk, block_table, lengths, max(self.pages, 1) * self.static.page_size)
+
+    def shared(self, q, cache, layer, current, sink, into) -> Steps[Result]:
+        caches = [cache]
+        if self.arrivals is not None:
+            board = self._show(cache)
+            yield from self.arrivals.run(self.nothing)
+            caches = self.peers.of(cache) or self._shown(board)
+        return self.static.attend(q, list(caches), self.slots, sink, into, self.workspace)
+
+    def fence(self) -> Steps[None]:
+        if self.arrivals is not None:
+            self.calls += 1
+            yield from self.arrivals.run(self.nothing)
+
+    def close(self) -> None:
+        if self.arrivals is not None:
+            self.arrivals.close()
+
+    def _show(self, cache: torch.Tensor) -> list[tuple[int, torch.Tensor | None]]:
+        """Loopback ranks: tell the others which cache this call brings. Two lists, by parity of the call: a rank that
+        is one call ahead has not started another before this one has read."""
+        self.calls += 1
+        if not isinstance(self.peers.group, LoopbackRank):
+            return []
+        board = self.peers.group.board(self.arrivals.channel.configuration.name)
+        lists = board.shared.setdefault("shown", [[(0, None)] * self.static.world for _ in range(2)])
+        lists[self.calls % 2][self.static.rank] = (self.calls, cache)
+        return lists[self.calls % 2]
+
+    def _shown(self, board: list[tuple[int, torch.Tensor | None]]) -> list[torch.Tensor]:
+        missing = [rank for rank, (call, _) in enumerate(board) if call != self.calls]
+        if missing:
+            # Ranks that are captured one after another have not all called yet.
+            allowed = "calls of all ranks in turns, or caches from empty_cache(pages), whose addresses are known"
+            reject(OP, "cache", f"none from rank(s) {missing} in this call", allowed)
+        return [cache for _, cache in board]
 
 
 class Exchange:
     """The selected records to every rank, a layer at a time; each rank attends with its own heads.
 
-    With `ahead` the Shared layers' records follow those of the Full layer in one exchange, before the Shared layers
-    have written this step's tokens: each patches its rows' tokens into what arrived.
+    In bulk, the Shared layers' records follow those of the Full layer in one exchange, before the Shared layers have
+    written this step's tokens: each patches its rows' tokens into what arrived. What cannot be fetched so is exchanged
+    by itself, and counted with the reason.
+
+    Attributes:
+        ahead: Shared layers of the last Full layer that were fetched with it.
+        alone: how many Shared layers were exchanged by themselves, by reason. Calls of Python: replays are not seen.
     """
 
-    def __init__(self, name: str, static: Rank, ahead: bool) -> None:
-        self.static = static
+    def __init__(self, name: str, static: Rank, device: torch.device, bulk: bool, flag: bool = True) -> None:
+        self.static, self.bulk, self.flag = static, bulk, flag
         sizes = static.sizes
         self.selection = SelectionPlan(sizes.requests, sizes.rows_per_request, sizes.topk, static.world)
-        self.ahead = sizes.shared_layers if ahead else 0
+        self.room = sizes.shared_layers if bulk and flag else 0
         self.channel = Channel.create(
             f"{name}.records",
             static.group,
             self.selection.capacity,
             sizes.record_bytes,
-            layers=max(self.ahead, 1),
+            layers=max(self.room, 1),
             requests=sizes.requests,
             **static.channel_options,
         )
-        device = self.channel.device
         self.plan = self.selection.empty(device)
+        self.visible = torch.empty(sizes.rows, sizes.topk, dtype=torch.int32, device=device)
         self.workspaces = [
             torch.empty(self.selection.capacity, sizes.record_bytes, dtype=torch.uint8, device=device)
-            for _ in range(1 + self.ahead)
+            for _ in range(1 + self.room)
         ]
-        self.fetched = 0
+        self.scratch = static.workspace(sizes.rows, sizes.heads, device)
+        self.ahead = 0
+        self.alone: collections.Counter[str] = collections.Counter()
+        self.given: list[torch.Tensor] = []
         self.under_way: tuple | None = None
 
     @property
     def channels(self) -> list[Channel]:
         return [self.channel]
 
-    def select(self, topk: torch.Tensor, block_table: torch.Tensor, lengths: torch.Tensor) -> None:
+    def check(self, cache: torch.Tensor, layer: int | None) -> None:
+        """Every cache will do."""
+
+    def select(self, topk, block_table, lengths, cache) -> None:
         static = self.static
         # The plan of an exchange under way must stay as it is.
         self._arrive()
-        self.fetched = 0
-        plan_selection(
-            topk,
-            block_table,
-            self.selection,
-            page_size=static.page_size,
-            interleave=static.interleave,
-            rank=static.rank,
-            plan=self.plan,
-        )
+        self.ahead = 0
+        visible = self.visible[: len(topk)]
+        visible.copy_(topk).masked_fill_(topk >= lengths.unsqueeze(1), -1)
+        plan_selection(visible, block_table, self.selection, **static.geometry, plan=self.plan)
         self.remap = self.selection.remap(self.plan)[: len(topk)]
-        if self.ahead:
+        if self.room:
             rows_per_request = len(topk) // len(block_table)
             self.current = current_token_slots(
-                topk, lengths, self.selection, self.plan, rows_per_request=rows_per_request
+                visible, lengths, self.selection, self.plan, rows_per_request=rows_per_request
             )
 
-    def full(
-        self, q: torch.Tensor, cache: torch.Tensor, shared_caches: list[torch.Tensor], sink: torch.Tensor | None
-    ) -> Steps[Result]:
+    def full(self, q, cache, shared_caches, sink, into) -> Steps[Result]:
         yield from self._exchange(cache)
-        self.fetched = min(len(shared_caches), self.ahead)
-        if self.fetched:
-            call = self._call(list(shared_caches[: self.fetched]), self.workspaces[1 : 1 + self.fetched])
+        self.given = [cache, *shared_caches]
+        alike = (self._reason(layer) is None for layer in range(len(shared_caches)))
+        # Only from the first on: a later one would have to wait for two arrivals.
+        self.ahead = len(list(itertools.takewhile(bool, alike)))
+        if self.ahead:
+            call = self._call(list(shared_caches[: self.ahead]), self.workspaces[1 : 1 + self.ahead])
             ce_exchange_start(*call)
             self.under_way = call
-        result = self._attend(q, 0, sink)
-        if self.fetched:
+        result = self._attend(q, 0, sink, into)
+        if self.ahead:
             # Whatever a rank does next waits for these records of every rank.
             yield
         return result
 
-    def shared(
-        self,
-        q: torch.Tensor,
-        cache: torch.Tensor,
-        layer: int,
-        latent: torch.Tensor | None,
-        rope: torch.Tensor | None,
-        sink: torch.Tensor | None,
-    ) -> Steps[Result]:
+    def shared(self, q, cache, layer, current, sink, into) -> Steps[Result]:
         self._arrive()
-        if layer >= self.fetched:
+        if layer >= self.ahead:
+            if self.bulk:
+                self.alone[self._reason(layer) or "a layer before it was not fetched ahead"] += 1
             yield from self._exchange(cache)
-            return self._attend(q, 0, sink)
-        write_ckv_records(latent, rope, self.current, self._as_cache(1 + layer), self.static.layout.name)
-        return self._attend(q, 1 + layer, sink)
+            return self._attend(q, 0, sink, into)
+        write_ckv_records(*current, self.current, self._as_cache(1 + layer), self.static.layout.name)
+        return self._attend(q, 1 + layer, sink, into)
+
+    def fence(self) -> Steps[None]:
+        """Nobody reads another rank's cache."""
+        yield from ()
+
+    def explain(self) -> dict[str, object]:
+        if not self.bulk:
+            return {}
+        flag = f"{BULK_FLAG}={int(self.flag)}"
+        return {"bulk": {"flag": flag, "fetches_ahead": self.room, "exchanged_alone": dict(self.alone)}}
 
     def close(self) -> None:
         self.channel.close()
+
+    def _reason(self, layer: int) -> str | None:
+        """Why a Shared layer is not fetched ahead; None where it is. From static sizes alone."""
+        if not self.flag:
+            return f"{BULK_FLAG}=0"
+        if layer >= self.room:
+            return f"capacity: the channel has room for {self.room} layers (shared_layers)"
+        if layer + 1 >= len(self.given):
+            return "group not full: its cache was not among shared_caches"
+        first, cache = self.given[0], self.given[1 + layer]
+        if cache.shape != first.shape or cache.stride() != first.stride():
+            return "geometry: its cache has other pages or strides than the Full layer's"
+        return None
 
     def _exchange(self, cache: torch.Tensor) -> Steps[None]:
         call = self._call([cache], self.workspaces[:1])
@@ -200,12 +354,17 @@ class Exchange:
     def _as_cache(self, place: int) -> torch.Tensor:
         return self.workspaces[place].unsqueeze(0)
 
-    def _attend(self, q: torch.Tensor, place: int, sink: torch.Tensor | None) -> Result:
-        return self.static.attend(q, self._as_cache(place), self.remap, sink)
+    def _attend(self, q: torch.Tensor, place: int, sink: torch.Tensor | None, into: Into) -> Result:
+        return self.static.attend(q, self._as_cache(place), self.remap, sink, into, self.scratch)
 
 
-def open_strategy(strategy: str, name: str, static: Rank) -> OwnerMerge | Exchange:
-    """Collective: makes the strategy's channels."""
+def open_strategy(
+    strategy: str, name: str, static: Rank, device: torch.device, peers: PeerCaches | None, bulk_flag: bool
+) -> Strategy:
+    """Collective: makes the strategy's channels and buffers."""
+    name = f"{name}.{strategy}"
     if strategy == "owner_merge":
-        return OwnerMerge(f"{name}.{strategy}", static)
-    return Exchange(f"{name}.{strategy}", static, ahead=strategy == "exchange_bulk")
+        return OwnerMerge(name, static, device)
+    if strategy == "peer_read":
+        return PeerRead(name, static, device, peers)
+    return Exchange(name, static, device, strategy == "exchange_bulk", bulk_flag)

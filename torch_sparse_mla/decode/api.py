@@ -48,6 +48,58 @@ def sparse_ckv_decode(
         lengths, indices and records may change between replays.
     """
     refuse_gradients("sparse_ckv_decode", q=q, out=out, lse=lse)
+    out, lse, workspace = _outputs(q, indices, out, lse, workspace, batch_invariant)
+    torch.ops.torch_sparse_mla.sparse_ckv_decode(
+        q, cache, indices, lengths, sink, out, lse, workspace, softmax_scale, layout, batch_invariant
+    )
+    return out, lse
+
+
+def sparse_ckv_decode_peers(
+    q: torch.Tensor,
+    caches: list[torch.Tensor],
+    indices: torch.Tensor,
+    *,
+    softmax_scale: float,
+    layout: str,
+    lengths: torch.Tensor | None = None,
+    sink: torch.Tensor | None = None,
+    out: torch.Tensor | None = None,
+    lse: torch.Tensor | None = None,
+    workspace: torch.Tensor | None = None,
+    batch_invariant: bool = False,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """`sparse_ckv_decode` over several caches, as if they were one: their pages count through, cache by cache.
+
+    The caches of other GPUs may be among them, where their memory is mapped: records are read where they lie.
+
+    Args:
+        q: as for `sparse_ckv_decode`.
+        caches: 1 to 8 caches [pages, page_size, record_bytes] uint8 of one shape and one set of strides. Nothing may
+            write a record that the call reads; what a peer wrote must be visible to this device before the call begins.
+        indices: [rows, K] int32: `owner * pages * page_size + slot` names a slot of `caches[owner]`; -1 is absent.
+        softmax_scale, layout, lengths, sink, out, lse, workspace, batch_invariant: as for `sparse_ckv_decode`.
+    Returns: (out, lse), the bits that `sparse_ckv_decode` gives for `torch.cat(caches)`.
+    Raises: ValueError for an argument that does not fit, as `sparse_ckv_decode`.
+    Capture: as `sparse_ckv_decode`, after an eager call; a graph keeps the caches' addresses.
+    """
+    refuse_gradients("sparse_ckv_decode_peers", q=q, out=out, lse=lse)
+    out, lse, workspace = _outputs(q, indices, out, lse, workspace, batch_invariant)
+    torch.ops.torch_sparse_mla.sparse_ckv_decode_peers(
+        q, caches, indices, lengths, sink, out, lse, workspace, softmax_scale, layout, batch_invariant
+    )
+    return out, lse
+
+
+def _outputs(
+    q: torch.Tensor,
+    indices: torch.Tensor,
+    out: torch.Tensor | None,
+    lse: torch.Tensor | None,
+    workspace: torch.Tensor | None,
+    batch_invariant: bool,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """What is given, and new buffers for what is not."""
     # A wrong number of dimensions is for the operator to refuse, by name.
     rows, num_heads = (*q.shape, 0, 0)[:2]
     topk = indices.shape[-1] if indices.dim() else 1
@@ -58,10 +110,7 @@ def sparse_ckv_decode(
     if workspace is None:
         size = sparse_ckv_decode_workspace_bytes(rows, num_heads, topk, batch_invariant)
         workspace = torch.empty(size, dtype=torch.uint8, device=q.device)
-    torch.ops.torch_sparse_mla.sparse_ckv_decode(
-        q, cache, indices, lengths, sink, out, lse, workspace, softmax_scale, layout, batch_invariant
-    )
-    return out, lse
+    return out, lse, workspace
 
 
 def warmup_sparse_ckv_decode(
@@ -118,8 +167,9 @@ def merge_partial_attention(
     """Combine attention over disjoint parts of a list into attention over the whole list, exactly.
 
     Args:
-        partial_out: [P, rows, heads, 512] bfloat16, float16 or float32, contiguous; each part normalised by itself.
-        partial_lse: [P, rows, heads] float32, natural log; -inf: the part is empty and weighs nothing.
+        partial_out: [P, rows, heads, 512] bfloat16, float16 or float32; each part normalised by itself, and contiguous;
+            parts may lie apart (a multiple of 16 bytes).
+        partial_lse: [P, rows, heads] float32, natural log, parts as above; -inf: the part is empty and weighs nothing.
         sink: as for `sparse_ckv_decode`; give it here or there, not in both.
         out: [rows, heads, 512], contiguous; overwritten; 0 where every part is empty. In partial_out's dtype when None.
         lse: [rows, heads] float32; overwritten; -inf where every part is empty.

@@ -23,6 +23,8 @@ from ..records.layouts import LATENT_DIM, RecordLayout
 
 MAX_HEADS = 128
 MAX_TOPK = 16_384
+MAX_CACHES = 8
+INT32_MAX = 2**31 - 1
 
 HEADS_PER_TILE = 16
 TOKENS_PER_TILE = 64
@@ -80,12 +82,49 @@ def check_sparse_ckv_decode(
     layout: str,
     batch_invariant: bool = False,
 ) -> RecordLayout:
-    op = "sparse_ckv_decode"
+    tensors = (q, indices, lengths, sink, out, lse, workspace)
+    return _check_decode("sparse_ckv_decode", [cache], tensors, layout, batch_invariant)
+
+
+def check_sparse_ckv_decode_peers(
+    q: torch.Tensor,
+    caches: list[torch.Tensor],
+    indices: torch.Tensor,
+    lengths: torch.Tensor | None,
+    sink: torch.Tensor | None,
+    out: torch.Tensor,
+    lse: torch.Tensor,
+    workspace: torch.Tensor,
+    softmax_scale: float,
+    layout: str,
+    batch_invariant: bool = False,
+) -> RecordLayout:
+    op = "sparse_ckv_decode_peers"
+    if not 1 <= len(caches) <= MAX_CACHES:
+        reject(op, "caches", f"{len(caches)} caches", f"1 to {MAX_CACHES}")
+    tensors = (q, indices, lengths, sink, out, lse, workspace)
+    record_layout = _check_decode(op, caches, tensors, layout, batch_invariant)
+    for cache in caches:
+        if cache.shape != caches[0].shape or cache.stride() != caches[0].stride():
+            given = f"shape {list(cache.shape)}, strides {list(cache.stride())}"
+            reject(op, "caches", given, f"those of the first: {list(caches[0].shape)}, {list(caches[0].stride())}")
+    slots = len(caches) * caches[0].shape[0] * caches[0].shape[1]
+    if not isinstance(slots, torch.SymInt) and slots - 1 > INT32_MAX:
+        reject(op, "caches", f"{slots} slots in all", f"at most {INT32_MAX + 1}, which int32 indices can name")
+    return record_layout
+
+
+def _check_decode(
+    op: str, caches: list[torch.Tensor], tensors: tuple, layout: str, batch_invariant: bool
+) -> RecordLayout:
+    q, indices, lengths, sink, out, lse, workspace = tensors
     record_layout = check_layout(op, layout)
+    given = {"cache": caches[0]} if op == "sparse_ckv_decode" else {f"caches[{i}]": x for i, x in enumerate(caches)}
     check_same_device(
-        op, q=q, cache=cache, indices=indices, lengths=lengths, sink=sink, out=out, lse=lse, workspace=workspace
+        op, q=q, **given, indices=indices, lengths=lengths, sink=sink, out=out, lse=lse, workspace=workspace
     )
-    check_cache(op, cache, record_layout)
+    for name, cache in given.items():
+        check_cache(op, cache, record_layout, name)
     _check_query(op, q, record_layout)
     rows, num_heads = q.shape[0], q.shape[1]
     check_dtype(op, "indices", indices, (torch.int32,))
@@ -113,10 +152,10 @@ def check_sparse_ckv_decode(
     check_no_overlap(
         op,
         {"out": out, "lse": lse, "workspace": workspace},
-        {"q": q, "cache": cache, "indices": indices, "lengths": lengths, "sink": sink},
+        {"q": q, **given, "indices": indices, "lengths": lengths, "sink": sink},
     )
     if checked_mode():
-        _check_device_data(op, cache, indices, lengths)
+        _check_device_data(op, len(caches) * caches[0].shape[0] * caches[0].shape[1], indices, lengths)
     return record_layout
 
 
@@ -133,15 +172,30 @@ def check_merge_partial_attention(
     if partial_out.dim() != 4 or partial_out.shape[0] < 1 or partial_out.shape[3] != LATENT_DIM:
         allowed = f"shape [partials >= 1, rows, heads, {LATENT_DIM}]"
         reject(op, "partial_out", f"shape {list(partial_out.shape)}", allowed)
-    check_contiguous(op, "partial_out", partial_out)
     partials, rows, num_heads, _ = partial_out.shape
+    _check_parts(op, "partial_out", partial_out)
     check_dtype(op, "partial_lse", partial_lse, (compute_dtype(partial_out.dtype),))
     check_shape(op, "partial_lse", partial_lse, (partials, rows, num_heads), "partials, rows, heads")
-    check_contiguous(op, "partial_lse", partial_lse)
+    _check_parts(op, "partial_lse", partial_lse)
     _check_outputs(op, partial_out.dtype, sink, out, lse, rows, num_heads)
     check_no_overlap(
         op, {"out": out, "lse": lse}, {"partial_out": partial_out, "partial_lse": partial_lse, "sink": sink}
     )
+
+
+def _check_parts(op: str, argument: str, partial: torch.Tensor) -> None:
+    """Each part contiguous. Parts may lie apart, by a distance that keeps them aligned."""
+    size, stride = partial[0].numel(), partial.stride(0)
+    aligned = argument == "partial_lse" or stride * partial.element_size() % ALIGNMENT_BYTES == 0
+    apart = len(partial) == 1 or (stride >= size and aligned)
+    if not partial[0].is_contiguous() or not apart:
+        reject(
+            op,
+            argument,
+            f"strides {list(partial.stride())}",
+            f"contiguous parts, {size} elements or more apart"
+            + (f" and a multiple of {ALIGNMENT_BYTES} bytes" if argument == "partial_out" else ""),
+        )
 
 
 def compute_dtype(dtype: torch.dtype) -> torch.dtype:
@@ -180,11 +234,10 @@ def _check_outputs(
     check_contiguous(op, "lse", lse)
 
 
-def _check_device_data(op: str, cache: torch.Tensor, indices: torch.Tensor, lengths: torch.Tensor | None) -> None:
+def _check_device_data(op: str, num_slots: int, indices: torch.Tensor, lengths: torch.Tensor | None) -> None:
     if indices.is_cuda:
         refuse_checks_under_capture(op)
     topk = indices.shape[1]
-    num_slots = cache.shape[0] * cache.shape[1]
     counted = torch.ones_like(indices, dtype=torch.bool)
     if lengths is not None:
         reject_first_row(op, "lengths", lengths > topk, lengths, f"at most K = {topk}")

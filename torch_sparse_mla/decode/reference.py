@@ -3,6 +3,7 @@
 import torch
 
 from ..records.codec import dequantise_records
+from ..records.layouts import RecordLayout
 from . import contract
 
 
@@ -22,13 +23,44 @@ def sparse_ckv_decode(
     record_layout = contract.check_sparse_ckv_decode(
         q, cache, indices, lengths, sink, out, lse, workspace, softmax_scale, layout, batch_invariant
     )
-    pages, page_size, _ = cache.shape
+    _decode(q, [cache], indices, lengths, sink, out, lse, softmax_scale, record_layout)
+
+
+def sparse_ckv_decode_peers(
+    q: torch.Tensor,
+    caches: list[torch.Tensor],
+    indices: torch.Tensor,
+    lengths: torch.Tensor | None,
+    sink: torch.Tensor | None,
+    out: torch.Tensor,
+    lse: torch.Tensor,
+    workspace: torch.Tensor,
+    softmax_scale: float,
+    layout: str,
+    batch_invariant: bool = False,
+) -> None:
+    record_layout = contract.check_sparse_ckv_decode_peers(
+        q, caches, indices, lengths, sink, out, lse, workspace, softmax_scale, layout, batch_invariant
+    )
+    _decode(q, caches, indices, lengths, sink, out, lse, softmax_scale, record_layout)
+
+
+def _decode(
+    q: torch.Tensor,
+    caches: list[torch.Tensor],
+    indices: torch.Tensor,
+    lengths: torch.Tensor | None,
+    sink: torch.Tensor | None,
+    out: torch.Tensor,
+    lse: torch.Tensor,
+    softmax_scale: float,
+    record_layout: RecordLayout,
+) -> None:
     compute = contract.compute_dtype(q.dtype)
     live = [indices.shape[1]] * len(q) if lengths is None else lengths.clamp(0, indices.shape[1]).tolist()
     for row, length in enumerate(live):
         slots = indices[row, :length].long()
-        slots = slots[(slots >= 0) & (slots < pages * page_size)]
-        records = cache[torch.div(slots, page_size, rounding_mode="floor"), slots % page_size]
+        records = _select(caches, slots)
         latent, rope = dequantise_records(records, record_layout, compute)
         keys = latent if rope is None else torch.cat([latent, rope], -1)
         # A copy, since the sums of a matrix product can depend on where its operands lie in memory.
@@ -36,6 +68,21 @@ def sparse_ckv_decode(
         lse[row] = torch.logsumexp(scores, -1)
         row_out = torch.softmax(scores, -1) @ latent
         out[row] = (row_out * sink_factor(lse[row], sink).unsqueeze(-1)).to(out.dtype)
+
+
+def _select(caches: list[torch.Tensor], slots: torch.Tensor) -> torch.Tensor:
+    """Records of the slots that there are, in their order; slots count through the caches."""
+    pages, page_size, record_bytes = caches[0].shape
+    slots = slots[(slots >= 0) & (slots < len(caches) * pages * page_size)]
+    if len(caches) == 1:
+        return caches[0][slots // page_size, slots % page_size]
+    records = torch.empty(len(slots), record_bytes, dtype=torch.uint8)
+    owners = slots // max(pages * page_size, 1)
+    for owner, cache in enumerate(caches):
+        own = owners == owner
+        local = slots[own] - owner * pages * page_size
+        records[own] = cache[local // page_size, local % page_size]
+    return records
 
 
 def merge_partial_attention(

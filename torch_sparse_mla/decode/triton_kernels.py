@@ -25,6 +25,8 @@ from ..triton_launch import AotConfiguration, AotConfigurations, capability_of, 
 from . import contract
 
 LOG2_E = tl.constexpr(1.4426950408889634)
+# From the first of several caches to each other one, counted in 16 bytes: so the compiler knows that it is aligned.
+DISTANCES = [f"distance_{cache}" for cache in range(1, contract.MAX_CACHES)]
 MERGE_COLUMNS = 64
 MERGE_PARTIALS = 32
 
@@ -45,23 +47,48 @@ def sparse_ckv_decode(
     record_layout = contract.check_sparse_ckv_decode(
         q, cache, indices, lengths, sink, out, lse, workspace, softmax_scale, layout, batch_invariant
     )
+    _decode(q, [cache], indices, lengths, sink, out, lse, workspace, softmax_scale, record_layout, batch_invariant)
+
+
+def sparse_ckv_decode_peers(
+    q: torch.Tensor,
+    caches: list[torch.Tensor],
+    indices: torch.Tensor,
+    lengths: torch.Tensor | None,
+    sink: torch.Tensor | None,
+    out: torch.Tensor,
+    lse: torch.Tensor,
+    workspace: torch.Tensor,
+    softmax_scale: float,
+    layout: str,
+    batch_invariant: bool = False,
+) -> None:
+    record_layout = contract.check_sparse_ckv_decode_peers(
+        q, caches, indices, lengths, sink, out, lse, workspace, softmax_scale, layout, batch_invariant
+    )
+    _decode(q, caches, indices, lengths, sink, out, lse, workspace, softmax_scale, record_layout, batch_invariant)
+
+
+def _decode(
+    q, caches, indices, lengths, sink, out, lse, workspace, softmax_scale, record_layout, batch_invariant
+) -> None:
     rows, num_heads, _ = q.shape
     if rows == 0:
         return
     topk = indices.shape[1]
-    tile = attend_tile(record_layout, q.dtype, capability_of(cache.device), _is_large(rows, num_heads, batch_invariant))
+    tile = attend_tile(record_layout, q.dtype, capability_of(q.device), _is_large(rows, num_heads, batch_invariant))
     splits = contract.num_splits(rows, num_heads, topk, batch_invariant, tile.programs)
     arguments = (softmax_scale, record_layout, tile, splits, batch_invariant)
     with on_device(q):
         if splits == 1:
-            _attend(q, cache, indices, lengths, sink, out, lse, *arguments)
+            _attend(q, caches, indices, lengths, sink, out, lse, *arguments)
             return
         step = contract.rows_per_launch(rows, num_heads, topk, batch_invariant)
         for first in range(0, rows, step):
             part = slice(first, min(first + step, rows))
             partial_out, partial_lse = _partial_views(workspace, splits, part.stop - first, num_heads)
             part_lengths = None if lengths is None else lengths[part]
-            _attend(q[part], cache, indices[part], part_lengths, None, partial_out, partial_lse, *arguments)
+            _attend(q[part], caches, indices[part], part_lengths, None, partial_out, partial_lse, *arguments)
             _merge(partial_out, partial_lse, sink, out[part], lse[part])
 
 
@@ -134,8 +161,10 @@ def _is_large(rows: int, num_heads: int, batch_invariant: bool) -> bool:
     return batch_invariant or rows * triton.cdiv(num_heads, contract.HEADS_PER_TILE) >= 16
 
 
-def _attend(q, cache, indices, lengths, sink, out, lse, softmax_scale, layout, tile, splits, batch_invariant) -> None:
+def _attend(q, caches, indices, lengths, sink, out, lse, softmax_scale, layout, tile, splits, batch_invariant) -> None:
     rows, num_heads, _ = q.shape
+    cache = caches[0]
+    distances = [(other.data_ptr() - cache.data_ptr()) // ALIGNMENT_BYTES for other in caches[1:]]
     _sparse_ckv_decode_kernel[(rows, splits, triton.cdiv(num_heads, contract.HEADS_PER_TILE))](
         q,
         cache,
@@ -147,12 +176,16 @@ def _attend(q, cache, indices, lengths, sink, out, lse, softmax_scale, layout, t
         softmax_scale,
         num_heads,
         indices.shape[1],
-        cache.shape[0] * cache.shape[1],
+        len(caches) * cache.shape[0] * cache.shape[1],
         cache.shape[1],
         cache.stride(0) // ALIGNMENT_BYTES,
         q.stride(0),
         indices.stride(0),
+        max(cache.shape[0], 1),
+        *distances,
+        *[0] * (contract.MAX_CACHES - len(caches)),
         **_attend_constants(layout, q.dtype, tile, batch_invariant, capability_of(cache.device)),
+        PEERS=len(caches) > 1,
         num_warps=tile.num_warps,
         num_stages=tile.num_stages,
     )
@@ -183,7 +216,8 @@ def _merge(partial_out, partial_lse, sink, out, lse) -> None:
         lse,
         partials,
         num_heads,
-        rows * num_heads,
+        partial_out.stride(0) * partial_out.element_size() // ALIGNMENT_BYTES,
+        partial_lse.stride(0),
         COLUMNS=MERGE_COLUMNS,
         PARTIALS=MERGE_PARTIALS,
         num_warps=4,
@@ -199,33 +233,41 @@ def aot_configurations(capability: int) -> AotConfigurations:
             ("fp32", torch.float32, "fp32", None),
         ):
             for tile in {attend_tile(layout, q_dtype, capability, large) for large in (False, True)}:
-                yield _attend_aot(layout, q_type, q_dtype, out_type, sink, tile, False, capability)
+                for peers in (False, True):
+                    yield _attend_aot(layout, q_type, q_dtype, out_type, sink, tile, False, capability, peers)
     layout = LAYOUTS["fp8_ds_mla"]
     tile = attend_tile(layout, torch.bfloat16, capability, True)
-    yield _attend_aot(layout, "bf16", torch.bfloat16, "fp32", None, tile, True, capability)
+    for peers in (False, True):
+        yield _attend_aot(layout, "bf16", torch.bfloat16, "fp32", None, tile, True, capability, peers)
     for partial_type, out_type in (("fp32", "bf16"), ("fp32", "fp32"), ("bf16", "bf16"), ("fp16", "fp16")):
         signature = {"partial_out": f"*{partial_type}:16", "partial_lse": "*fp32", "sink": "*fp32"}
         signature |= {"out": f"*{out_type}:16", "lse": "*fp32"}
-        signature |= {"partials": "i32", "num_heads": "i32", "partial_stride": "i64"}
+        signature |= {"partials": "i32", "num_heads": "i32", "out_stride_16": "i64", "lse_stride": "i64"}
         constants = {"COLUMNS": MERGE_COLUMNS, "PARTIALS": MERGE_PARTIALS}
         name = f"merge-{partial_type}-{out_type}"
         yield AotConfiguration(name, _merge_partial_attention_kernel, signature, constants, {"num_warps": 4})
 
 
-def _attend_aot(layout, q_type, q_dtype, out_type, sink, tile, invariant, capability) -> AotConfiguration:
+def _attend_aot(layout, q_type, q_dtype, out_type, sink, tile, invariant, capability, peers) -> AotConfiguration:
     signature = {"q": f"*{q_type}:16", "cache": "*u8:16", "indices": "*i32", "lengths": "*i32"}
     signature |= {"out": f"*{out_type}:16", "lse": "*fp32", "softmax_scale": "fp32"} | ({"sink": sink} if sink else {})
     signature |= {"num_heads": "i32", "topk": "i32", "num_slots": "i64", "page_size": "i32"}
     signature |= {"page_stride_16": "i64", "q_row_stride": "i32:16", "indices_row_stride": "i64"}
-    constants = _attend_constants(layout, q_dtype, tile, invariant, capability) | ({} if sink else {"sink": None})
-    name = f"attend-{layout.name}-{q_type}-{out_type}-{tile.tokens}{'-invariant' if invariant else ''}"
+    signature |= {"pages": "i32"} | dict.fromkeys(DISTANCES, "i64")
+    constants = _attend_constants(layout, q_dtype, tile, invariant, capability) | {"PEERS": peers}
+    constants |= {} if sink else {"sink": None}
+    kind = ("-invariant" if invariant else "") + ("-peers" if peers else "")
+    name = f"attend-{layout.name}-{q_type}-{out_type}-{tile.tokens}{kind}"
     options = {"num_warps": tile.num_warps, "num_stages": tile.num_stages}
     return AotConfiguration(name, _sparse_ckv_decode_kernel, signature, constants, options)
 
 
 # Sizes and list addresses are not specialised on their values: another cache or batch compiles nothing new.
 @triton.jit(
-    do_not_specialize=["num_heads", "topk", "num_slots", "page_size", "page_stride_16", "indices_row_stride"],
+    do_not_specialize=[
+        *("num_heads", "topk", "num_slots", "page_size", "page_stride_16", "indices_row_stride", "pages"),
+        *DISTANCES,
+    ],
     do_not_specialize_on_alignment=["indices", "lengths", "sink", "lse"],
 )
 def _sparse_ckv_decode_kernel(
@@ -244,6 +286,14 @@ def _sparse_ckv_decode_kernel(
     page_stride_16: tl.int64,
     q_row_stride,
     indices_row_stride: tl.int64,
+    pages: tl.int32,
+    distance_1: tl.int64,
+    distance_2: tl.int64,
+    distance_3: tl.int64,
+    distance_4: tl.int64,
+    distance_5: tl.int64,
+    distance_6: tl.int64,
+    distance_7: tl.int64,
     LAYOUT: tl.constexpr,
     DOT: tl.constexpr,
     NATIVE_E4M3: tl.constexpr,
@@ -251,6 +301,7 @@ def _sparse_ckv_decode_kernel(
     HEADS: tl.constexpr,
     TOKENS: tl.constexpr,
     RELOAD: tl.constexpr,
+    PEERS: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
     split = tl.program_id(1)
@@ -285,7 +336,16 @@ def _sparse_ckv_decode_kernel(
         present = tl.where(valid, slots, 0)
         page = (present // page_size).to(tl.int64)
         in_page = (present % page_size).to(tl.int64)
-        records = cache + page * page_stride_16 * 16 + in_page * LAYOUT.record_bytes
+        if PEERS:
+            owner = (page // pages).to(tl.int32)
+            begin_16 = (page - owner * pages) * page_stride_16
+            begin_16 += tl.where(owner == 1, distance_1, 0) + tl.where(owner == 2, distance_2, 0)
+            begin_16 += tl.where(owner == 3, distance_3, 0) + tl.where(owner == 4, distance_4, 0)
+            begin_16 += tl.where(owner == 5, distance_5, 0) + tl.where(owner == 6, distance_6, 0)
+            begin_16 += tl.where(owner == 7, distance_7, 0)
+        else:
+            begin_16 = page * page_stride_16
+        records = cache + begin_16 * 16 + in_page * LAYOUT.record_bytes
         # The next tile's slots travel while this tile's records do.
         following = first + TOKENS + column
         slots = tl.load(indices_row + following, mask=following < end, other=-1)
@@ -519,7 +579,7 @@ def _sink_factor(lse, sink):
 
 
 @triton.jit(
-    do_not_specialize=["partials", "num_heads", "partial_stride"],
+    do_not_specialize=["partials", "num_heads", "out_stride_16", "lse_stride"],
     do_not_specialize_on_alignment=["partial_lse", "sink", "lse"],
 )
 def _merge_partial_attention_kernel(
@@ -530,7 +590,8 @@ def _merge_partial_attention_kernel(
     lse,
     partials,
     num_heads,
-    partial_stride: tl.int64,
+    out_stride_16: tl.int64,
+    lse_stride: tl.int64,
     COLUMNS: tl.constexpr,
     PARTIALS: tl.constexpr,
 ):
@@ -543,11 +604,14 @@ def _merge_partial_attention_kernel(
     total = 0.0
     acc = tl.zeros([COLUMNS], tl.float32)
     for first in range(0, partials, PARTIALS):
-        partial = (first + lane).to(tl.int64) * partial_stride + result
-        part_lse = tl.load(partial_lse + partial, mask=first + lane < partials, other=float("-inf"))
+        partial = (first + lane).to(tl.int64)
+        part_lse = tl.load(
+            partial_lse + partial * lse_stride + result, mask=first + lane < partials, other=float("-inf")
+        )
         # An empty part is not loaded: whatever its buffer holds weighs nothing.
         filled = part_lse != float("-inf")
-        part_out = tl.load(partial_out + partial[:, None] * 512 + columns[None, :], mask=filled[:, None], other=0.0)
+        begin = partial * out_stride_16 * (128 // partial_out.dtype.element_ty.primitive_bitwidth) + result * 512
+        part_out = tl.load(partial_out + begin[:, None] + columns[None, :], mask=filled[:, None], other=0.0)
         new_maximum = tl.maximum(maximum, tl.max(part_lse, 0))
         shift = tl.where(new_maximum == float("-inf"), 0.0, new_maximum)
         decay = tl.exp(maximum - shift)

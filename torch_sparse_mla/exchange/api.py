@@ -62,7 +62,7 @@ def ce_exchange_start(
         plan, workspaces: as for `ce_exchange_layers`; until `ce_exchange_wait` the workspaces are undefined.
         state, channel: as for `ce_exchange`.
     Raises: as `ce_exchange`; ExchangeError where the exchange before was not waited for.
-    Capture: as `ce_exchange`. Ranks: all.
+    Capture: as `ce_exchange`; over copy engines or NCCL in one graph with its wait. Ranks: all.
     """
     torch.ops.torch_sparse_mla.ce_exchange_start(caches, plan, workspaces, state, _name(channel))
 
@@ -80,7 +80,7 @@ def ce_exchange_wait(
         caches, plan, workspaces: those of `ce_exchange_start`, the plan unchanged. The workspaces then hold the unions.
         state, channel: as for `ce_exchange`.
     Raises: as `ce_exchange`; ExchangeError where nothing was started.
-    Capture: as `ce_exchange`. Ranks: all.
+    Capture: as `ce_exchange_start`. Ranks: all.
     """
     torch.ops.torch_sparse_mla.ce_exchange_wait(caches, plan, workspaces, state, _name(channel))
 

@@ -16,6 +16,9 @@ Timeline of one exchange of epoch e, on each rank (one stream, or one thread on 
 Nobody releases a slab: to push epoch e + 2 a rank must have waited for e + 1 of every peer, and a peer sends e + 1 only
 after it has emptied slab e. That holds as long as a wait follows every start, which the counters check. The workspaces
 are the caller's, and no peer writes them. `tests/exchange/protocol_model.py` breaks each of these rules in turn.
+
+Copy engines and NCCL keep the two halves and the counters, and have an order of their own: see `transports/ce.py` and
+`transports/nccl.py`.
 """
 
 import dataclasses
@@ -31,7 +34,7 @@ from ..contract import reject
 from ..selection.plan import Section, SelectionPlan
 from .group import Group, as_group
 
-TRANSPORTS = ("auto", "direct", "collective", "loopback")
+TRANSPORTS = ("auto", "direct", "ce", "collective", "loopback")
 MAX_RECORD_BYTES = 65_536
 MAX_CAPACITY_RECORDS = 2**31 - 1
 DEFAULT_TIMEOUT_S = 5.0
@@ -65,6 +68,8 @@ class ChannelConfiguration:
     transport: str
     timeout_s: float
     device_type: str
+    expected_records: int
+    scatter: bool = False
 
 
 class Channel:
@@ -124,6 +129,8 @@ class Channel:
         requests: int = 1,
         timeout_s: float = DEFAULT_TIMEOUT_S,
         device: str | torch.device | None = None,
+        scatter: bool = False,
+        expected_records: int | None = None,
     ) -> "Channel":
         """Make a channel. Every rank calls this, with the same arguments, before any capture.
 
@@ -133,13 +140,19 @@ class Channel:
             capacity_records: records of a workspace: requests x capacity per request.
             record_bytes: bytes of a record, 1 to 65,536.
             layers: the most layers that one call moves.
-            transport: "direct" (kernels that write peer memory; CUDA), "collective" (messages; CPU), "loopback" (ranks
-                of one process), or "auto": direct for a process group on CUDA, collective for one on the CPU, loopback
-                for a loopback group. Nothing else is tried where that one is not possible.
+            transport: "direct" (kernels that write peer memory; CUDA), "ce" (copy engines that write it; CUDA),
+                "collective" (messages: gloo on the CPU, NCCL on CUDA), "loopback" (ranks of one process), or "auto":
+                direct for a process group on CUDA, collective for one on the CPU, loopback for a loopback group.
+                Nothing else is tried where that one is not possible.
             requests: requests of a plan.
             timeout_s: seconds after which a wait for a peer fails.
             device: where caches and workspaces are; None: "cuda" for a group whose backend names nccl or where the
                 loopback group says so, else "cpu".
+            scatter: whether each rank gets records of its own, rather than all the same. A plan's `owned_slots` then
+                lists the records for rank 0, as many for rank 1, and so on: as many each as the plan says are owned.
+                One request only.
+            expected_records: records that the unions of all requests have together as a rule, 1 to capacity_records;
+                None: capacity_records. Transport "ce" sizes its copies by it, and moves what does not fit all the same.
         Returns: the channel, registered under `channel.name` until `close()`.
         Raises: ValueError for an argument that does not fit, RuntimeError where the transport cannot be set up; on
             every rank, whichever rank it is that fails. Loopback ranks come one after another: those that have a
@@ -150,7 +163,8 @@ class Channel:
 
         def configure() -> ChannelConfiguration:
             sizes = (capacity_records, record_bytes, layers, requests, transport, timeout_s)
-            configuration = ChannelConfiguration(name, *sizes, ranks.device(device).type)
+            expected = capacity_records if expected_records is None else expected_records
+            configuration = ChannelConfiguration(name, *sizes, ranks.device(device).type, expected, scatter)
             _check(configuration, ranks)
             registered = ranks.local_name(name)
             _reserve(registered)
@@ -212,6 +226,7 @@ class Channel:
     def explain(self) -> dict[str, str]:
         """Which transport was chosen and why, and the sizes."""
         sizes = self.configuration
+        of_transport = getattr(self.transport, "explain", dict)()
         return {
             "channel": self.name,
             "transport": self.transport_name,
@@ -220,10 +235,11 @@ class Channel:
             "device": str(self.device),
             "slab": f"{sizes.layers} layers x {sizes.capacity_records} records x {sizes.record_bytes} bytes",
             "timeout": f"{sizes.timeout_s} s",
+            **of_transport,
         }
 
 
-TIMED_OUT, START_BEFORE_WAIT, WAIT_BEFORE_START, OTHER_CALL, OTHER_PLAN, CLOSED, OTHER_STATE = range(1, 8)
+TIMED_OUT, START_BEFORE_WAIT, WAIT_BEFORE_START, OTHER_CALL, OTHER_PLAN, CLOSED, OTHER_STATE, OTHER_EPOCH = range(1, 9)
 ERRORS = {
     TIMED_OUT: "rank {peer} did not come within {timeout} s; start the same calls on every rank",
     START_BEFORE_WAIT: "started while the exchange before was not waited for; wait after every start",
@@ -232,6 +248,7 @@ ERRORS = {
     OTHER_PLAN: "rank {peer} has other owner offsets; give every rank the same top-k lists and block table",
     CLOSED: "a CUDA graph that captured the channel was replayed after close()",
     OTHER_STATE: "argument 'state': got the state of another channel; allowed: channel.state",
+    OTHER_EPOCH: "rank {peer} sent the records of another exchange; close the channel and create it on every rank",
 }
 
 _registry: dict[str, Channel] = {}
@@ -268,11 +285,17 @@ def _check(sizes: ChannelConfiguration, group: Group) -> None:
         ("record_bytes", sizes.record_bytes, MAX_RECORD_BYTES),
         ("layers", sizes.layers, 1024),
         ("requests", sizes.requests, sizes.capacity_records),
+        ("expected_records", sizes.expected_records, sizes.capacity_records),
     ):
         if not isinstance(value, int) or not 1 <= value <= most:
             reject(_OP, argument, repr(value), f"an integer from 1 to {most}")
     if sizes.capacity_records % sizes.requests:
         reject(_OP, "capacity_records", sizes.capacity_records, f"a multiple of the {sizes.requests} requests")
+    if sizes.scatter not in (False, True) or (sizes.scatter and sizes.requests > 1):
+        reject(_OP, "scatter", f"{sizes.scatter!r} with {sizes.requests} request(s)", "False, or True with 1 request")
+    packs = sizes.transport == "ce" or (sizes.transport == "collective" and sizes.device_type == "cuda")
+    if sizes.scatter and packs:
+        reject(_OP, "scatter", f"True with transport {sizes.transport}", "direct, loopback, or collective on the CPU")
     try:
         SelectionPlan(sizes.requests, 1, sizes.capacity_records // sizes.requests, group.world)
     except ValueError as error:
@@ -297,7 +320,7 @@ def _connect(channel: Channel) -> None:
     group, device = channel.group, channel.device.type
     asked = channel.configuration.transport
     name = group.transports(device)[0] if asked == "auto" else asked
-    module = ("direct" if device == "cuda" else "loopback") if name == "loopback" else name
+    module = {("loopback", "cuda"): "direct", ("collective", "cuda"): "nccl"}.get((name, device), name)
     # Every fallible step is agreed upon, an import too.
     connect = group.agree(
         channel.configuration.name,

@@ -141,7 +141,8 @@ def _check_plan_values(call: ExchangeCall) -> None:
     bad[:, 1:] |= offsets[:, 1:] < offsets[:, :-1]
     reject_first_row(call.op, "plan", bad, offsets, f"owner offsets that do not fall, from 0 to {capacity}")
     slots = call.owned_slots.view(-1, capacity)
-    owned = torch.arange(capacity, device=slots.device) < (offsets[:, rank + 1] - offsets[:, rank])[:, None]
+    lists = call.channel.world if call.channel.configuration.scatter else 1
+    owned = torch.arange(capacity, device=slots.device) < lists * (offsets[:, rank + 1] - offsets[:, rank])[:, None]
     num_slots = call.caches[0].shape[0] * call.caches[0].shape[1]
     bad = owned & ((slots < 0) | (slots >= num_slots))
     reject_first_row(call.op, "plan", bad, slots, f"owned slots 0..{num_slots - 1}")

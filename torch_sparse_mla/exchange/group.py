@@ -83,7 +83,7 @@ class LoopbackRank:
         self.described = f"a loopback group of {group.world}"
 
     def transports(self, device_type: str) -> tuple[str, ...]:
-        return ("loopback", "direct") if device_type == "cuda" else ("loopback",)
+        return ("loopback", "direct", "ce") if device_type == "cuda" else ("loopback",)
 
     def device(self, asked: str | torch.device | None) -> torch.device:
         if asked is not None and _device(asked) != self.group.device:
@@ -149,7 +149,7 @@ class ProcessRank:
         self.described = f"a {self.backend} group of {self.world}"
 
     def transports(self, device_type: str) -> tuple[str, ...]:
-        return ("collective",) if device_type == "cpu" else ("direct",)
+        return ("collective",) if device_type == "cpu" else ("direct", "ce", "collective")
 
     def device(self, asked: str | torch.device | None) -> torch.device:
         if asked is None:

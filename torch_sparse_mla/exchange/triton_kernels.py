@@ -88,9 +88,9 @@ def interpreted() -> bool:
 
 
 def aot_configurations(capability: int) -> AotConfigurations:
-    """The widths of the record layouts, in 16-byte vectors, and one width in bytes."""
+    """The widths of the record layouts, in 16-byte vectors, and one width in bytes; widths of partial results."""
     pointers = ["cache", "workspace"]
-    for record_bytes, unit in ((304, 4), (368, 4), (432, 4), (656, 4), (1152, 4), (37, 1)):
+    for record_bytes, unit in ((304, 4), (368, 4), (432, 4), (656, 4), (1152, 4), (64, 4), (4, 1), (37, 1)):
         alignment = ":16" if unit == 4 else ""
         layers = {f"{name}_{layer}": f"*u8{alignment}" for name in pointers for layer in range(LAYERS_PER_LAUNCH)}
         record, rows, columns = tile(record_bytes, unit)
@@ -104,8 +104,10 @@ def aot_configurations(capability: int) -> AotConfigurations:
         for last in (True, False) if record_bytes in (656, 37) else (True,):
             form = {"UNIT": unit, "RECORD": record, "ROWS": rows, "COLUMNS": columns, "LAST": last, "NATIVE": True}
             suffix = f"{record_bytes}{'' if last else '-more-layers-follow'}"
-            yield AotConfiguration(f"push-{suffix}", _push_kernel, push, form, OPTIONS)
+            yield AotConfiguration(f"push-{suffix}", _push_kernel, push, form | {"SCATTER": False}, OPTIONS)
             yield AotConfiguration(f"wait-{suffix}", _wait_kernel, wait, form, OPTIONS)
+            if record_bytes in (64, 4):
+                yield AotConfiguration(f"scatter-{suffix}", _push_kernel, push, form | {"SCATTER": True}, OPTIONS)
 
 
 @triton.jit(do_not_specialize=SCALARS)
@@ -140,6 +142,7 @@ def _push_kernel(
     COLUMNS: tl.constexpr,
     LAST: tl.constexpr,
     NATIVE: tl.constexpr,
+    SCATTER: tl.constexpr,
 ):
     """Own records to the own workspace and to the slab of every target; then, in the last launch, the flags."""
     block, layer = tl.program_id(0), tl.program_id(1)
@@ -157,26 +160,45 @@ def _push_kernel(
     slab = (epoch & 1) * slab_16 + (first_layer + layer).to(tl.int64) * slab_layer_16
     stride = page_stride * (4 if UNIT == 4 else 1)
     columns = tl.arange(0, COLUMNS)
-    base = tl.full((), 0, tl.int64)
-    for request in range(requests):
-        begin, end = _segment(owner_offsets, request, rank, world, capacity)
-        for first in range(begin + block * ROWS, end, tl.num_programs(0) * ROWS):
-            rows = first + tl.arange(0, ROWS)
-            live = rows < end
-            slots = tl.load(owned_slots + base + rows - begin, mask=live, other=-1)
-            present = live & (slots >= 0) & (slots < num_slots)
-            slots = tl.where(present, slots, 0)
-            source = (slots // page_size).to(tl.int64) * stride + (slots % page_size).to(tl.int64) * RECORD
-            place = (base + rows) * RECORD
+    if SCATTER:
+        # One request. Tiles of all receivers are dealt to the blocks: one after another would add up their latencies.
+        begin, end = _segment(owner_offsets, 0, rank, world, capacity)
+        tiles = tl.cdiv(end - begin, ROWS)
+        for item in range(block, tiles * world, tl.num_programs(0)):
+            step = item // tiles
+            rows = begin + item % tiles * ROWS + tl.arange(0, ROWS)
+            entries = (rank + step) % world * (end - begin) + rows - begin
+            live, place = rows < end, rows.to(tl.int64) * RECORD
+            source, present = _sources(
+                owned_slots, entries, live & (entries < capacity), stride, page_size, num_slots, RECORD
+            )
             for column in range(0, RECORD, COLUMNS):
                 unit = column + columns
                 inside = live[:, None] & (unit < RECORD)[None, :]
                 values = tl.load(cache + source[:, None] + unit[None, :], mask=inside & present[:, None], other=0)
-                tl.store(workspace + place[:, None] + unit[None, :], values, mask=inside)
-                for target in range(num_targets):
-                    memory = _units(_pointer(peers, tl.load(peers + 1 + target) + slab), UNIT)
+                if step == 0:
+                    tl.store(workspace + place[:, None] + unit[None, :], values, mask=inside)
+                else:
+                    memory = _units(_pointer(peers, tl.load(peers + step) + slab), UNIT)
                     tl.store(memory + place[:, None] + unit[None, :], values, mask=inside)
-        base += capacity
+    else:
+        base = tl.full((), 0, tl.int64)
+        for request in range(requests):
+            begin, end = _segment(owner_offsets, request, rank, world, capacity)
+            for first in range(begin + block * ROWS, end, tl.num_programs(0) * ROWS):
+                rows = first + tl.arange(0, ROWS)
+                live, place = rows < end, (base + rows) * RECORD
+                entries = base + rows - begin
+                source, present = _sources(owned_slots, entries, live, stride, page_size, num_slots, RECORD)
+                for column in range(0, RECORD, COLUMNS):
+                    unit = column + columns
+                    inside = live[:, None] & (unit < RECORD)[None, :]
+                    values = tl.load(cache + source[:, None] + unit[None, :], mask=inside & present[:, None], other=0)
+                    tl.store(workspace + place[:, None] + unit[None, :], values, mask=inside)
+                    for target in range(num_targets):
+                        memory = _units(_pointer(peers, tl.load(peers + 1 + target) + slab), UNIT)
+                        tl.store(memory + place[:, None] + unit[None, :], values, mask=inside)
+            base += capacity
     if LAST:
         _fence(NATIVE)
         tl.debug_barrier()
@@ -324,6 +346,15 @@ def _segment(owner_offsets, request, owner, world, capacity):
     offsets = owner_offsets + request * (world + 1) + owner
     begin = tl.minimum(tl.maximum(tl.load(offsets), 0), capacity)
     return begin, tl.minimum(tl.maximum(tl.load(offsets + 1), 0), capacity)
+
+
+@triton.jit
+def _sources(owned_slots, entries, live, stride, page_size, num_slots, RECORD: tl.constexpr):
+    """Where the records of a plan's entries lie in the cache, in units, and which of them there are."""
+    slots = tl.load(owned_slots + entries, mask=live, other=-1)
+    present = live & (slots >= 0) & (slots < num_slots)
+    slots = tl.where(present, slots, 0)
+    return (slots // page_size).to(tl.int64) * stride + (slots % page_size).to(tl.int64) * RECORD, present
 
 
 @triton.jit

@@ -1,11 +1,13 @@
 """The shards of a Transformers cache as ranks of a DCP group in this process: `DcpSparseDecode`, driven in turns."""
 
 import itertools
-from typing import TYPE_CHECKING
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from ..dcp import DcpSparseDecode, run_loopback
+from ..exchange.channel import DEFAULT_TIMEOUT_S
 from ..exchange.group import LoopbackGroup
 
 if TYPE_CHECKING:
@@ -20,6 +22,8 @@ _names = itertools.count()
 
 class LoopbackRanks:
     """The ranks of one cache. Made, and made anew, when a step has sizes that those at hand do not fit."""
+
+    timeout_s = DEFAULT_TIMEOUT_S
 
     def __init__(self) -> None:
         self.key: tuple | None = None
@@ -41,6 +45,7 @@ class LoopbackRanks:
             visible: the attention mask, as for `TokenPages.slots_of_selected`.
         """
         world = layer.pages.settings.dcp.world
+        numbers = self._numbers(world)
         columns = -(-selected.shape[-1] // TOPK_STEP) * TOPK_STEP
         own_q = [heads.contiguous() for heads in q.chunk(world, 1)]
         # Only at a Full layer: the sizes of its Shared layers are its own.
@@ -50,19 +55,19 @@ class LoopbackRanks:
             calls = [
                 rank.full_steps(
                     own_q[number],
-                    layer.records[number],
+                    layer.records[shard],
                     *arguments,
-                    shared_caches=[follower.records[number] for follower in layer.followers],
+                    shared_caches=[follower.records[shard] for follower in layer.followers],
                 )
-                for number, rank in enumerate(self.ranks)
+                for shard, (number, rank) in enumerate(zip(numbers, self.ranks, strict=True))
             ]
         else:
             latent, rope = layer.current
             calls = [
-                rank.shared_steps(own_q[number], layer.records[number], layer.place, latent=latent, rope=rope)
-                for number, rank in enumerate(self.ranks)
+                rank.shared_steps(own_q[number], layer.records[shard], layer.place, latent=latent, rope=rope)
+                for shard, (number, rank) in enumerate(zip(numbers, self.ranks, strict=True))
             ]
-        return torch.cat([out for out, _ in run_loopback(calls)], 1)
+        return torch.cat(self._all([out for out, _ in run_loopback(calls)]), 1)
 
     def explain(self) -> dict | None:
         """What the first rank's `explain` says; None before the first decode step."""
@@ -75,10 +80,23 @@ class LoopbackRanks:
 
     def __deepcopy__(self, memo: dict) -> "LoopbackRanks":
         """Channels are not copied: a copied cache makes its own."""
-        return LoopbackRanks()
+        return type(self)()
 
     def __del__(self) -> None:
         self.close()
+
+    def _numbers(self, world: int) -> Sequence[int]:
+        """The ranks that are here."""
+        return range(world)
+
+    def _groups(self, world: int, device: torch.device) -> list[Any]:
+        """The group as each of them sees it."""
+        group = LoopbackGroup(world, device)
+        return [group.rank(rank) for rank in range(world)]
+
+    def _all(self, outs: list[torch.Tensor]) -> list[torch.Tensor]:
+        """The results of all ranks, from those of the ranks that are here."""
+        return outs
 
     def _fit(self, q: torch.Tensor, pages: "TokenPages", columns: int, scaling: float) -> None:
         settings, batch = pages.settings, pages.batch
@@ -87,11 +105,10 @@ class LoopbackRanks:
         if self.key == key:
             return
         self.close()
-        world = settings.dcp.world
-        group, name = LoopbackGroup(world, q.device), f"transformers{next(_names)}"
+        world, name = settings.dcp.world, f"transformers{next(_names)}"
         self.ranks = [
             DcpSparseDecode(
-                group.rank(rank),
+                group,
                 layout=settings.layout,
                 page_size=settings.page_size,
                 interleave=settings.dcp.interleave,
@@ -104,8 +121,11 @@ class LoopbackRanks:
                 strategy=settings.dcp.strategy,
                 shared_layers=pages.shared_layers,
                 name=name,
+                peers=pages.peers,
+                timeout_s=self.timeout_s,
+                device=q.device,
             )
-            for rank in range(world)
+            for group in self._groups(world, q.device)
         ]
         # Counters made in inference mode could not be changed outside of it later.
         with torch.inference_mode(False), torch.no_grad():

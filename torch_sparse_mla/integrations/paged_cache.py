@@ -5,20 +5,26 @@ read: selected tokens -> slots, for `sparse_ckv_decode`.
 One `TokenPages` is shared by all layers of a cache: token t of a sequence has the same slot in every layer.
 """
 
+import itertools
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import torch
+import torch.distributed as dist
 from transformers.cache_utils import CacheLayerMixin
 
 from .. import sharding
 from ..records.api import write_ckv_records
 from ..records.layouts import LATENT_DIM, LAYOUTS
 from .loopback_ranks import MAX_STEP_QUERIES, LoopbackRanks
+from .process_ranks import ProcessRanks, peer_caches
+
+_names = itertools.count()
 
 
 @dataclass(frozen=True)
 class Dcp:
-    """Decode context parallelism in one process: `world` shards, each with its own records and its own attention.
+    """Decode context parallelism: `world` shards, each with its own records and its own attention.
 
     Attributes:
         world: shards; 1 is an ordinary cache.
@@ -26,11 +32,19 @@ class Dcp:
         strategy: how decode steps attend. "in_place": all heads over each shard, then a merge; nothing travels. Else a
             strategy of `torch_sparse_mla.dcp.DcpSparseDecode`: each shard is a loopback rank with its share of the
             heads, and all that it does not own reaches it through channels. Prompts are attended to in place.
+        processes: each shard in a process of its own, those of the default group of `torch.distributed`, which all run
+            the same model on the same tokens. Else all shards are in this process.
     """
 
     world: int = 1
     interleave: int = 4
     strategy: str = "in_place"
+    processes: bool = False
+
+    @property
+    def shards(self) -> Sequence[int]:
+        """The shards that are here."""
+        return [dist.get_rank()] if self.processes else range(self.world)
 
 
 @dataclass(frozen=True)
@@ -71,7 +85,14 @@ class TokenPages:
         self.num_pages = batch * self.blocks_of(max_len)
         order = torch.randperm(self.num_pages, generator=torch.Generator().manual_seed(0))
         self.block_table = order.view(batch, -1).to(device)
-        self.ranks = LoopbackRanks() if settings.dcp.strategy != "in_place" else None
+        dcp = settings.dcp
+        self.ranks = None
+        if dcp.strategy != "in_place":
+            self.ranks = ProcessRanks() if dcp.processes else LoopbackRanks()
+        # Of processes, the only memory that peer_read can use.
+        self.peers = None
+        if dcp.processes and dcp.strategy in ("auto", "peer_read"):
+            self.peers = peer_caches(torch.device(device), f"transformers.pages{next(_names)}")
         # The most Shared layers that follow a Full layer.
         self.shared_layers = 0
         self._new = (None, None, None)
@@ -89,6 +110,13 @@ class TokenPages:
         if self._resized is None or self._resized.batch != batch:
             self._resized = TokenPages(self.settings, batch, self.max_len, self.block_table.device)
         return self._resized
+
+    def pool(self, shape: tuple[int, int, int]) -> torch.Tensor:
+        """A layer's pool of records. Collective where other processes can read it."""
+        if self.peers is None:
+            return _pool(shape, torch.uint8, self.block_table.device)
+        with torch.inference_mode(False):
+            return self.peers.empty(*shape)
 
     def blocks_of(self, length: int) -> int:
         """Pages that a sequence of `length` tokens takes on shard 0, which holds the most."""
@@ -151,7 +179,7 @@ class TokenPages:
         page_size, dcp = self.settings.page_size, self.settings.dcp
         return [
             sharding.local_slots(tokens, self.block_table, page_size, shard, dcp.world, dcp.interleave)
-            for shard in range(dcp.world)
+            for shard in dcp.shards
         ]
 
 
@@ -171,8 +199,7 @@ class SparseMlaLayer(CacheLayerMixin):
         self.pages = pages
         self.batch_size = pages.batch
         shape = (pages.num_pages, settings.page_size, LAYOUTS[settings.layout].record_bytes)
-        device = pages.block_table.device
-        self.records = [_pool(shape, torch.uint8, device) for _ in range(settings.dcp.world)]
+        self.records = [pages.pool(shape) for _ in settings.dcp.shards]
         self.index_keys: torch.Tensor | None = None
         self.is_initialized = True
         # This step's latents and RoPE parts, for records that were fetched before they were written.

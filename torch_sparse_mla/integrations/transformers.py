@@ -22,6 +22,7 @@ from collections.abc import Iterator
 from itertools import chain
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
 try:
@@ -40,11 +41,14 @@ except ImportError as error:
 
 from .. import sharding
 from ..dcp.contract import STRATEGIES
+from ..dcp.peers import why_no_peers
 from ..decode.api import merge_partial_attention, sparse_ckv_decode
+from ..exchange.group import LoopbackGroup, as_group
 from ..records import LATENT_DIM, LAYOUTS, ROPE_DIM, dequantise_records, quantise_records
 from .forward_checks import BACKBONES, IMPLEMENTATION, WHERE, Conversion, install, refuse_gradients, remove
 from .loopback_ranks import MAX_STEP_QUERIES
 from .paged_cache import CacheSettings, Dcp, NewStates, SparseMlaLayer, TokenPages
+from .process_ranks import of_all_ranks
 
 __all__ = [
     "Dcp",
@@ -67,7 +71,7 @@ def convert(model: PreTrainedModel, layout: str, dcp: Dcp | None = None, page_si
     Args:
         model: a GlmMoeDsa, DeepseekV32 or Glm5Next model, of any head; quantised or adapted projections are fine.
         layout: record layout of the cache, one of `layouts_for(model)`.
-        dcp: shards of the cache, all in this process; None: one.
+        dcp: shards of the cache, all in this process or one in each of several; None: one.
         page_size: records in a page; a multiple of `dcp.interleave`.
     Returns: `model`. Converting a converted model gives it the new settings; caches made before are then refused.
     Raises: ValueError for another kind of model, weights that are not loaded, a layout that does not fit, or a geometry
@@ -323,6 +327,8 @@ def _attend(q: torch.Tensor, layer: SparseMlaLayer, slots: list[torch.Tensor], s
         sparse_ckv_decode(q, records, own_slots, softmax_scale=scaling, layout=layout)
         for records, own_slots in zip(layer.records, slots, strict=True)
     ]
+    if layer.pages.settings.dcp.processes:
+        partials = list(zip(*(of_all_ranks(part) for part in partials[0]), strict=True))
     if len(partials) == 1:
         return partials[0][0]
     partial_out, partial_lse = (torch.stack(parts) for parts in zip(*partials, strict=True))
@@ -428,12 +434,30 @@ def _check_strategy(model: PreTrainedModel, dcp: Dcp) -> None:
     if dcp.strategy != "in_place" and dcp.strategy not in STRATEGIES:
         allowed = ", ".join(("in_place", *STRATEGIES))
         raise ValueError(f"{where}: strategy: got {dcp.strategy!r}; allowed: {allowed}")
+    if dcp.processes:
+        processes = dist.get_world_size() if dist.is_initialized() else None
+        if processes != dcp.world:
+            raise ValueError(
+                f"{where}: world: got {dcp.world} with processes=True; allowed: the processes of the default group, "
+                + ("which is not initialised" if processes is None else str(processes))
+            )
+    why = why_not(dcp, next(model.parameters()).device)
+    if why is not None:
+        raise ValueError(f"{where}: strategy: got {dcp.strategy!r}; allowed: another one here ({why})")
     heads = {attention.num_heads for attention in _modules(model, _ATTENTIONS)}
     if dcp.strategy != "in_place" and any(count % dcp.world for count in heads):
         raise ValueError(
             f"{where}: world: got {dcp.world}; allowed with strategy {dcp.strategy}: a divisor of the model's "
             f"{max(heads)} heads, of which each rank takes a share"
         )
+
+
+def why_not(dcp: Dcp, device: torch.device) -> str | None:
+    """Why the machine cannot run a strategy; None where it can."""
+    if dcp.strategy != "peer_read":
+        return None
+    ranks = dist.group.WORLD if dcp.processes else LoopbackGroup(dcp.world, device).rank(0)
+    return why_no_peers(as_group(ranks), device, "auto")
 
 
 def _check_loaded(function: str, model: PreTrainedModel) -> None:

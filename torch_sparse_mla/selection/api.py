@@ -62,6 +62,41 @@ def plan_selection(
     return plan
 
 
+def selected_slots(
+    topk: torch.Tensor,
+    block_table: torch.Tensor,
+    lengths: torch.Tensor,
+    *,
+    page_size: int,
+    interleave: int,
+    rank: int,
+    world: int,
+    slots_per_rank: int = 0,
+    slots: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Where the rows' selected tokens lie: slots of one rank's cache, or of all ranks' caches as if they were one.
+
+    Args:
+        topk: [requests * rows_per_request, K] int32 global positions within the request, contiguous; -1 anywhere is
+            absent, and so is a position that names no record.
+        block_table: [requests, blocks] int32 page numbers, the same on every rank; row stride free.
+        lengths: [rows] int32 global lengths: a row sees positions below its length; <= 0: none.
+        page_size, interleave, rank, world: the DCP geometry; see `torch_sparse_mla.sharding`.
+        slots_per_rank: 0: slots of the rank's own cache, -1 for a token of another rank. Else the slots of each rank's
+            cache: `owner * slots_per_rank + slot`, as `sparse_ckv_decode_peers` takes them.
+        slots: [copies * rows, K] int32, overwritten with as many copies as it has room for. One copy when None.
+    Returns: slots.
+    Raises: ValueError for an argument that does not fit, before anything is written.
+    Capture: safe when slots is given; topk, block_table and lengths may change between replays.
+    """
+    if slots is None:
+        slots = torch.empty_like(topk)
+    torch.ops.torch_sparse_mla.selected_slots(
+        topk, block_table, lengths, slots, page_size, interleave, rank, world, slots_per_rank
+    )
+    return slots
+
+
 def current_token_slots(
     topk: torch.Tensor,
     lengths: torch.Tensor,

@@ -11,6 +11,7 @@ from ..contract import (
     check_last_dim_contiguous,
     check_no_overlap,
     check_same_device,
+    check_shape,
     checked_mode,
     is_fake,
     refuse_checks_under_capture,
@@ -63,6 +64,44 @@ def check_plan_selection(
     if checked_mode():
         _check_positions(op, topk, block_table, page_size, interleave, world)
     return selection
+
+
+def check_selected_slots(
+    topk: torch.Tensor,
+    block_table: torch.Tensor,
+    lengths: torch.Tensor,
+    slots: torch.Tensor,
+    page_size: int,
+    interleave: int,
+    rank: int,
+    world: int,
+    slots_per_rank: int = 0,
+) -> None:
+    op = "selected_slots"
+    check_same_device(op, topk=topk, block_table=block_table, lengths=lengths, slots=slots)
+    tensors = {"topk": (topk, 2), "block_table": (block_table, 2), "lengths": (lengths, 1), "slots": (slots, 2)}
+    for name, (tensor, dims) in tensors.items():
+        check_dtype(op, name, tensor, (torch.int32,))
+        if tensor.dim() != dims:
+            reject(op, name, f"shape {list(tensor.shape)}", f"a shape of {dims} dimension(s)")
+    for name in ("topk", "lengths", "slots"):
+        check_contiguous(op, name, tensors[name][0])
+    check_last_dim_contiguous(op, "block_table", block_table)
+    rows, columns = topk.shape
+    requests = block_table.shape[0]
+    if rows and (requests == 0 or rows % requests):
+        reject(op, "topk", f"{rows} rows", f"a multiple of the {requests} requests of 'block_table'")
+    if columns < 1:
+        reject(op, "topk", f"shape {list(topk.shape)}", "at least one entry in a row")
+    check_shape(op, "lengths", lengths, (rows,), "rows")
+    if slots.shape[1] != columns or (slots.shape[0] % rows if rows else slots.shape[0]):
+        reject(op, "slots", f"shape {list(slots.shape)}", f"shape [a multiple of {rows} rows, {columns}]")
+    _check_geometry(op, page_size, interleave, rank, world)
+    if not 0 <= slots_per_rank <= (_INT32_MAX + 1) // world:
+        allowed = f"0, or at most {(_INT32_MAX + 1) // world}, so that int32 can name a slot of {world} ranks"
+        reject(op, "slots_per_rank", slots_per_rank, allowed)
+    if not is_fake(topk):
+        check_no_overlap(op, {"slots": slots}, {"topk": topk, "block_table": block_table, "lengths": lengths})
 
 
 def resolve(

@@ -6,12 +6,14 @@ from typing import NamedTuple
 
 import torch
 
-# Programs that share the search for first occurrences in one request, each with hash tables of its own.
+# Programs that share the search for first occurrences in one request: each has some of the cells to itself.
 PARTITIONS = 16
 # Views and tables start at a multiple of this many words (16 bytes).
 _ALIGNMENT_WORDS = 4
-_LEAST_CELLS = 8
-_WORDS_PER_CELL = 2
+# Cells of the table that every position starts in. Positions this far apart, times the entries, are the first to meet
+# in one cell: for a request of 4 rows x 2048, tokens that are 65,536 apart.
+_CELLS_PER_ENTRY = 8
+_LEAST_SPARE_CELLS = 8
 _INT32_MAX = 2**31 - 1
 
 
@@ -73,9 +75,23 @@ class SelectionPlan:
 
     @property
     def cells(self) -> int:
-        """Cells of one hash table. A request has `2 * PARTITIONS` tables: four cells or more for each entry."""
-        entries = 2 ** (self.capacity_per_request - 1).bit_length()
-        return max(2 * entries // PARTITIONS, _LEAST_CELLS)
+        """Cells of a request's first table, which all of its programs share."""
+        return max(_CELLS_PER_ENTRY * self._entries, PARTITIONS)
+
+    @property
+    def spare_cells(self) -> int:
+        """Cells of each of the two tables that a program has for positions that met another in their cell."""
+        return max(self._entries // PARTITIONS, _LEAST_SPARE_CELLS)
+
+    @property
+    def table_words(self) -> int:
+        """Words of all tables of a request, one for each cell. Never fewer than its entries."""
+        return self.cells + 2 * PARTITIONS * self.spare_cells
+
+    @property
+    def _entries(self) -> int:
+        """A request's entries, up to a power of two."""
+        return 2 ** (self.capacity_per_request - 1).bit_length()
 
     @property
     def sections(self) -> dict[str, Section]:
@@ -86,7 +102,7 @@ class SelectionPlan:
             "owned_slots": (self.capacity,),
             "counts": (self.requests,),
             "first_entries": (self.requests, self.capacity_per_request),
-            "tables": (self.requests, PARTITIONS, 2, self.cells, _WORDS_PER_CELL),
+            "tables": (self.requests, self.table_words),
         }
         sections, offset = {}, 0
         for name, shape in shapes.items():
@@ -96,9 +112,9 @@ class SelectionPlan:
 
     @property
     def words(self) -> int:
-        """int32 words of a plan buffer: 11 to 19 for each reserved top-k entry, most of them for the hash tables.
+        """int32 words of a plan buffer: 13 to 23 for each reserved top-k entry, most of them for the tables.
 
-        One request of 4 rows x 2048 takes 360 kB.
+        One request of 4 rows x 2048 takes 426 kB.
         """
         last = self.sections["tables"]
         return last.offset + math.prod(last.shape)

@@ -1,8 +1,8 @@
-"""CPU implementation of `plan_selection`, in plain PyTorch."""
+"""CPU implementations of the selection operators, in plain PyTorch."""
 
 import torch
 
-from .contract import check_plan_selection, resolve
+from .contract import check_plan_selection, check_selected_slots, resolve
 
 
 def plan_selection(
@@ -54,3 +54,26 @@ def plan_selection(
         counts[request] = len(order)
         owned = order[owners[request, order] == rank]
         owned_slots[request * capacity : request * capacity + len(owned)] = slots[request, owned].int()
+
+
+def selected_slots(
+    topk: torch.Tensor,
+    block_table: torch.Tensor,
+    lengths: torch.Tensor,
+    slots: torch.Tensor,
+    page_size: int,
+    interleave: int,
+    rank: int,
+    world: int,
+    slots_per_rank: int = 0,
+) -> None:
+    check_selected_slots(topk, block_table, lengths, slots, page_size, interleave, rank, world, slots_per_rank)
+    if topk.numel() == 0:
+        return
+    visible = torch.where(topk < lengths.unsqueeze(1), topk, -1)
+    owners, own_slots = resolve(visible.view(len(block_table), -1), block_table, page_size, interleave, world)
+    if slots_per_rank:
+        found = torch.where(own_slots < slots_per_rank, owners * slots_per_rank + own_slots, -1).clamp(min=-1)
+    else:
+        found = torch.where(owners == rank, own_slots, -1)
+    slots.view(-1, *topk.shape).copy_(found.view(topk.shape))

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from ..channel import ERRORS, OTHER_CALL, OTHER_PLAN, STARTED, TIMED_OUT, WAITED, ExchangeError
 from ..contract import ExchangeCall
 from . import counters
-from .packing import owned_places, owned_records, place, plan_digest
+from .packing import outgoing, owned_places, place, plan_digest
 
 HEADER_WORDS = 3
 CONNECT_S = 30.0
@@ -53,11 +53,11 @@ class CollectiveTransport:
         self._raise_failure()
         epoch = counters.next_epoch(call)
         places = owned_places(call, self.channel.rank)
-        records = owned_records(call, places)
-        place(call, places, records)
+        records = outgoing(call, places)
+        place(call, places, records[self.channel.rank])
         header = torch.tensor([epoch, call.layers, plan_digest(call)])
-        payload = _as_message(records)
         for peer in self._peers():
+            payload = _as_message(records[peer])
             given = torch.zeros(HEADER_WORDS, dtype=torch.int64)
             self.headers[peer] = (self._meet(peer, epoch, self._receive, given, 0), given)
             self.sends[peer] = [

@@ -45,12 +45,11 @@ def memory_bytes(channel: Any) -> int:
     return SLABS * launching.slab_bytes(channel) + -(-4 * kernels.FLAG_ROWS * channel.world // 16) * 16
 
 
-def loopback_memory(channel: Any) -> PeerMemory:
+def loopback_memory(channel: Any, size: int) -> PeerMemory:
     """One tensor for each rank, made for all ranks by the first that comes."""
     board = channel.group.board(channel.configuration.name)
     if "memory" not in board.shared:
-        size = (channel.world, memory_bytes(channel))
-        board.shared["memory"] = torch.zeros(size, dtype=torch.uint8, device=channel.device)
+        board.shared["memory"] = torch.zeros(channel.world, size, dtype=torch.uint8, device=channel.device)
         board.shared["issued"] = [0] * channel.world
         board.shared["places"] = [None] * channel.world
         board.shared["captured"] = False
@@ -59,9 +58,9 @@ def loopback_memory(channel: Any) -> PeerMemory:
     return PeerMemory(memory[channel.rank], [rank.data_ptr() for rank in memory], memory, board)
 
 
-def symmetric_memory(channel: Any) -> PeerMemory:
+def symmetric_memory(channel: Any, size: int) -> PeerMemory:
     """PyTorch symmetric memory. Nobody goes on before all memory is zero."""
-    group, name, size = channel.group, channel.configuration.name, memory_bytes(channel)
+    group, name = channel.group, channel.configuration.name
     symmetric = group.agree(
         name, "import symmetric memory", lambda: importlib.import_module("torch.distributed._symmetric_memory")
     )
@@ -76,38 +75,48 @@ def symmetric_memory(channel: Any) -> PeerMemory:
     return PeerMemory(own, list(handle.buffer_ptrs), handle)
 
 
+def memory_of_ranks(channel: Any, transport: str, size: int) -> PeerMemory:
+    """`size` bytes for each rank, which all ranks can write."""
+    group = channel.group
+    if isinstance(group, LoopbackRank):
+        return group.agree(channel.configuration.name, "memory", lambda: loopback_memory(channel, size))
+    try:
+        return symmetric_memory(channel, size)
+    except Exception as error:
+        raise RuntimeError(
+            f"torch_sparse_mla::Channel.create: transport {transport}: rank {channel.rank} on {channel.device} has no "
+            f"memory that all of {group.described} can write, which takes PyTorch symmetric memory: GPUs of one host "
+            f"with peer access: {error}"
+        ) from error
+
+
 def connect(channel: Any) -> "DirectTransport":
     group, name = channel.group, channel.configuration.name
-    if isinstance(group, LoopbackRank):
-        memory = group.agree(name, "memory", lambda: loopback_memory(channel))
-    else:
-        try:
-            memory = symmetric_memory(channel)
-        except Exception as error:
-            raise RuntimeError(
-                f"torch_sparse_mla::Channel.create: transport direct: rank {channel.rank} on {channel.device} has no "
-                f"memory that all of {group.described} can write, which takes PyTorch symmetric memory: GPUs of one "
-                f"host with peer access: {error}"
-            ) from error
+    memory = memory_of_ranks(channel, "direct", memory_bytes(channel))
     transport = group.agree(name, "transport direct", lambda: DirectTransport(channel, memory))
     group.agree(name, "compile kernels", lambda: launching.compile_kernels(channel, transport.peers))
     return transport
 
 
-class DirectTransport:
-    def __init__(self, channel: Any, memory: PeerMemory) -> None:
+class PeerTransport:
+    """What transports whose ranks write one another's memory have in common; they say how to send and to receive.
+
+    Args:
+        beyond: addresses that follow the host's words in the table which kernels get.
+    """
+
+    def __init__(self, channel: Any, memory: PeerMemory, beyond: tuple[int, ...] = ()) -> None:
         self.channel, self.memory, self.board = channel, memory, memory.board
         rank, world = channel.rank, channel.world
         self.host_error = channel.host_words = launching.host_words(channel.device)
         targets = [memory.addresses[(rank + step) % world] for step in range(1, world)]
-        self.peers = launching.address_table([memory.addresses[rank], *targets, self.host_error.data_ptr()], channel)
-        words = memory.own[SLABS * launching.slab_bytes(channel) :][: 4 * kernels.FLAG_ROWS * world].view(torch.int32)
-        self.flags = words[:world]
+        addresses = [memory.addresses[rank], *targets, self.host_error.data_ptr(), *beyond]
+        self.peers = launching.address_table(addresses, channel)
         self.captured = False
 
     def start(self, call: ExchangeCall) -> None:
         self._before(call)
-        launching.push(call, self.peers)
+        self._send(call)
         if self.board is not None and not launching.is_capturing(call.state):
             self.board.shared["issued"][self.channel.rank] += 1
             self.board.shared["places"][self.channel.rank] = _place(call.state)
@@ -115,7 +124,13 @@ class DirectTransport:
     def wait(self, call: ExchangeCall) -> None:
         self._before(call)
         self._refuse_own_stream(call, 0)
-        launching.wait(call, self.peers)
+        self._receive(call)
+
+    def _send(self, call: ExchangeCall) -> None:
+        raise NotImplementedError
+
+    def _receive(self, call: ExchangeCall) -> None:
+        raise NotImplementedError
 
     def refuse_if_alone(self, call: ExchangeCall) -> None:
         self._refuse_own_stream(call, 1)
@@ -124,7 +139,7 @@ class DirectTransport:
         """Memory of a channel that no graph captured is given back; else replays find the error and tell the host."""
         if self.captured:
             self.channel.state[ERROR] = CLOSED
-            _kept_for_graphs.append((self.memory, self.peers, self.host_error, self.channel.state))
+            _kept_for_graphs.append(dict(vars(self)))
         launching.synchronise(self.channel.device)
         self.memory = None
 
@@ -157,6 +172,19 @@ class DirectTransport:
                 "call waits; call ce_exchange_start for every rank, then ce_exchange_wait for every rank, or give each "
                 "rank a stream or a thread of its own"
             )
+
+
+class DirectTransport(PeerTransport):
+    def __init__(self, channel: Any, memory: PeerMemory) -> None:
+        super().__init__(channel, memory)
+        words = memory.own[SLABS * launching.slab_bytes(channel) :].view(torch.int32)
+        self.flags = words[: channel.world]
+
+    def _send(self, call: ExchangeCall) -> None:
+        launching.push(call, self.peers)
+
+    def _receive(self, call: ExchangeCall) -> None:
+        launching.wait(call, self.peers)
 
 
 def _place(state: torch.Tensor) -> tuple[threading.Thread, int]:

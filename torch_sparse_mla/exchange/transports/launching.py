@@ -56,13 +56,13 @@ def current_stream(tensor: torch.Tensor) -> int:
 def push(call: ExchangeCall, peers: torch.Tensor) -> None:
     """Store what this rank owns into its workspaces and into every peer's slab, and count the exchange as started."""
     pages, page_size, _ = call.caches[0].shape
-    unit = _unit(call)
+    unit = unit_of(call)
     stride = call.caches[0].stride(0) // (VECTOR_BYTES if unit == UNIT_BYTES else 1)
     with on_device(call.state):
-        for first, grid, form in _launches(call.channel, call.layers, unit):
+        for first, grid, form in launches(call.channel, call.layers, unit):
             kernels._push_kernel[grid](
-                *_padded(call.caches, first),
-                *_padded(call.workspaces, first),
+                *padded(call.caches, first),
+                *padded(call.workspaces, first),
                 call.owner_offsets,
                 call.owned_slots,
                 call.state,
@@ -71,6 +71,7 @@ def push(call: ExchangeCall, peers: torch.Tensor) -> None:
                 page_size,
                 min(pages * page_size, INT32_MAX),
                 *_geometry(call.channel, first, call.layers),
+                SCATTER=call.channel.configuration.scatter,
                 **form,
             )
 
@@ -78,9 +79,9 @@ def push(call: ExchangeCall, peers: torch.Tensor) -> None:
 def wait(call: ExchangeCall, peers: torch.Tensor) -> None:
     """Bring the peers' records from where they arrived into the workspaces, and count the exchange as waited for."""
     with on_device(call.state):
-        for first, grid, form in _launches(call.channel, call.layers, _unit(call)):
+        for first, grid, form in launches(call.channel, call.layers, unit_of(call)):
             kernels._wait_kernel[grid](
-                *_padded(call.workspaces, first),
+                *padded(call.workspaces, first),
                 call.owner_offsets,
                 call.state,
                 peers,
@@ -103,20 +104,21 @@ def compile_kernels(channel: Any, peers: torch.Tensor) -> None:
     layers = [some] * kernels.LAYERS_PER_LAUNCH
     unit = 1 if record_bytes % VECTOR_BYTES else UNIT_BYTES
     with on_device(channel.state):
-        for first, grid, form in _launches(channel, channel.configuration.layers, unit):
+        for first, grid, form in launches(channel, channel.configuration.layers, unit):
             geometry = _geometry(channel, first, channel.configuration.layers)
             push = (*layers, *layers, words, words, channel.state, peers, 1, 1, 1, *geometry)
             wait = (*layers, words, channel.state, peers, *geometry, _timeout_ns(channel))
-            for kernel, arguments in ((kernels._push_kernel, push), (kernels._wait_kernel, wait)):
+            pushing = {**form, "SCATTER": channel.configuration.scatter}
+            for kernel, arguments, given in ((kernels._push_kernel, push, pushing), (kernels._wait_kernel, wait, form)):
                 # Loading the module is lazy too, and it may wait for kernels that run.
-                kernel.warmup(*arguments, grid=grid, **form)._init_handles()
+                kernel.warmup(*arguments, grid=grid, **given)._init_handles()
 
 
 def _timeout_ns(channel: Any) -> int:
     return int(channel.configuration.timeout_s * 1e9)
 
 
-def _unit(call: ExchangeCall) -> int:
+def unit_of(call: ExchangeCall) -> int:
     """4 where every record of every tensor starts at a multiple of 16 bytes, else 1."""
     cache = call.caches[0]
     sizes = (cache.shape[2], cache.stride(0) if cache.shape[0] > 1 else 0)
@@ -125,7 +127,7 @@ def _unit(call: ExchangeCall) -> int:
     return UNIT_BYTES if aligned else 1
 
 
-def _launches(channel: Any, call_layers: int, unit: int):
+def launches(channel: Any, call_layers: int, unit: int):
     """First layer, grid and constants of each launch: of static sizes alone."""
     sizes = channel.configuration
     record, rows, columns = kernels.tile(sizes.record_bytes, unit)
@@ -151,7 +153,7 @@ def _geometry(channel: Any, first: int, call_layers: int) -> tuple[int, ...]:
     )
 
 
-def _padded(tensors: list[torch.Tensor], first: int) -> list[torch.Tensor]:
+def padded(tensors: list[torch.Tensor], first: int) -> list[torch.Tensor]:
     """The tensors of one launch; those beyond the last layer repeat the first and are not looked at."""
     some = list(tensors[first : first + kernels.LAYERS_PER_LAUNCH])
     return some + some[:1] * (kernels.LAYERS_PER_LAUNCH - len(some))

@@ -6,7 +6,7 @@ from typing import Any
 from ..channel import ERRORS, OTHER_CALL, OTHER_PLAN, STARTED, TIMED_OUT, WAITED, ExchangeError
 from ..contract import ExchangeCall
 from . import counters
-from .packing import owned_places, owned_records, place, plan_digest
+from .packing import outgoing, owned_places, place, plan_digest
 
 SLABS = 2
 
@@ -26,10 +26,10 @@ class LoopbackTransport:
     def start(self, call: ExchangeCall) -> None:
         epoch = counters.next_epoch(call)
         places = owned_places(call, self.channel.rank)
-        records = owned_records(call, places)
+        records = outgoing(call, places)
         with self.board.changed:
             self._raise_failure(epoch)
-            place(call, places, records)
+            place(call, places, records[self.channel.rank])
             self.slabs[self.channel.rank][epoch % SLABS] = (epoch, plan_digest(call), records)
             self.board.threads[self.channel.rank] = threading.current_thread()
             self.board.changed.notify_all()
@@ -41,7 +41,8 @@ class LoopbackTransport:
             for peer in self._peers():
                 self._await(peer, epoch)
         for peer in self._peers():
-            _, digest, records = self.slabs[peer][epoch % SLABS]
+            _, digest, sent = self.slabs[peer][epoch % SLABS]
+            records = sent[self.channel.rank]
             places = owned_places(call, peer)
             if len(records) != call.layers:
                 raise self.channel.error(ERRORS[OTHER_CALL].format(peer=peer), epoch)

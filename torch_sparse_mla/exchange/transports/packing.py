@@ -29,15 +29,24 @@ def _offsets(call: ExchangeCall) -> torch.Tensor:
     return call.owner_offsets.long().clamp(0, call.channel.capacity_per_request)
 
 
-def owned_records(call: ExchangeCall, places: torch.Tensor) -> torch.Tensor:
-    """This rank's records as they go out: [layers, records, record_bytes]. A slot that the cache lacks gives zeros."""
+def outgoing(call: ExchangeCall, places: torch.Tensor) -> list[torch.Tensor]:
+    """What each rank gets of this one: [layers, records, record_bytes]."""
+    world = call.channel.world
+    if call.channel.configuration.scatter:
+        return [_owned_records(call, places, receiver * len(places)) for receiver in range(world)]
+    return [_owned_records(call, places, 0)] * world
+
+
+def _owned_records(call: ExchangeCall, places: torch.Tensor, skipped: int) -> torch.Tensor:
+    """The records of the slots behind the first `skipped`. A slot that the cache lacks gives zeros."""
     pages, page_size, record_bytes = call.caches[0].shape
     capacity = call.channel.capacity_per_request
     begins = _offsets(call)[:, call.channel.rank]
     requests = places // capacity
     # The owned slots of a request lie at the beginning of its part, its records at their place in the union.
-    slots = call.owned_slots[places - begins[requests]].long()
-    present = (slots >= 0) & (slots < pages * page_size)
+    entries = places - begins[requests] + skipped
+    slots = call.owned_slots[entries.clamp(max=len(call.owned_slots) - 1)].long()
+    present = (slots >= 0) & (slots < pages * page_size) & (entries < len(call.owned_slots))
     records = torch.zeros(call.layers, len(places), record_bytes, dtype=torch.uint8)
     for layer, cache in enumerate(call.caches):
         records[layer, present] = cache[slots[present] // page_size, slots[present] % page_size]

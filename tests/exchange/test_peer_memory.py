@@ -1,4 +1,8 @@
-"""The direct transport on one GPU: loopback ranks, whose peers' memory is on the same device."""
+"""Transports that write peer memory, on one GPU: loopback ranks, whose peers' memory is on the same device."""
+
+import importlib
+import time
+from collections import Counter
 
 import pytest
 import torch
@@ -8,7 +12,7 @@ from torch.profiler import ProfilerActivity, profile
 from torch_sparse_mla import ExchangeError, LoopbackGroup, ce_exchange_layers, ce_exchange_start, ce_exchange_wait
 
 from .captured import capture, put, ready, wrong_bytes
-from .cases import POISON, Shape, make_channel, make_step, make_world, set_counters
+from .cases import POISON, Shape, make_channel, make_step, make_world, owned_by_one, set_counters
 
 pytestmark = pytest.mark.gpu
 
@@ -16,10 +20,20 @@ SHAPE = Shape(world=4, requests=2, rows_per_request=4, topk=64, tokens=256, reco
 REPLAYS = 1000
 
 
+@pytest.fixture(params=["direct", "ce"])
+def transport(request):
+    return request.param
+
+
 @pytest.fixture
-def worlds():
+def worlds(transport):
     made = []
-    yield lambda shape=SHAPE, **keywords: made.append(make_world(shape, "cuda", **keywords)) or made[-1]
+
+    def make(shape=SHAPE, **keywords):
+        made.append(make_world(shape, "cuda", transport=transport, **keywords))
+        return made[-1]
+
+    yield make
     for world in made:
         world.close()
 
@@ -45,10 +59,11 @@ def steps_for(world, generator, count=5):
 MIXED = [(1.0, None), (0.7, {1}), (1.0, set()), (0.3, None), (0.9, {0, 2})]
 
 
+@pytest.mark.parametrize("expected", [None, 8], ids=["", "overflowing"])
 @pytest.mark.parametrize("shape", [SHAPE, Shape()], ids=["vectors", "bytes"])
-def test_replays_with_changing_data_sizes_and_eager_calls(shape, worlds, generator):
+def test_replays_with_changing_data_sizes_and_eager_calls(shape, expected, worlds, generator):
     """1,000 exchanges; graphs of one and of three layers and eager calls take turns, and the counters wrap."""
-    world = worlds(shape)
+    world = worlds(shape, expected_records=expected)
     steps = steps_for(world, generator)
     set_counters(world, -(REPLAYS // 2))
     exchange_in_turn(world, 1)
@@ -69,6 +84,23 @@ def test_replays_with_changing_data_sizes_and_eager_calls(shape, worlds, generat
     check(world)
     assert int(wrong) == 0
     assert {int(channel.state[1]) for channel in world.channels} == {REPLAYS + 2 - REPLAYS // 2}
+
+
+def test_one_rank_owns_everything(worlds, generator):
+    """Far more than a copy has room for; replayed with another owner, and then with nobody owning anything."""
+    world = worlds(Shape(world=4, requests=2, topk=32, tokens=256, record_bytes=656))
+    steps = [owned_by_one(world.shape, owner, generator) for owner in (3, 0)]
+    steps.append(make_step(world.shape, generator, 1.0, set()))
+    world.load(steps[0])
+    exchange_in_turn(world, 3)
+    check(world)
+    world.assert_arrived(steps[0])
+    graph = capture(exchange_in_turn, world, 3)
+    for step in steps[1:]:
+        world.load(step)
+        graph.replay()
+        check(world)
+        world.assert_arrived(step)
 
 
 @pytest.mark.parametrize("slow", [0, 2])
@@ -135,6 +167,7 @@ def test_two_channels_on_two_streams(worlds, generator):
             lane.assert_arrived(step)
 
 
+@pytest.mark.parametrize("transport", ["direct"], indirect=True)
 def test_one_exchange_of_three_layers_is_two_kernels(worlds, generator):
     world = worlds(Shape(world=1, record_bytes=656))
     rank, channel = world.both()[0]
@@ -146,6 +179,36 @@ def test_one_exchange_of_three_layers_is_two_kernels(worlds, generator):
         torch.cuda.synchronize()
     names = [event.name for event in profiled.events() if event.device_type == torch.autograd.DeviceType.CUDA]
     assert sorted(names) == ["_push_kernel", "_wait_kernel"]
+
+
+NODES = {"direct": {"KERNEL": 2}, "ce": {"KERNEL": 2, "MEMCPY": 3, "BATCH_MEM_OP": 3}}
+
+
+def test_nodes_of_a_captured_exchange(worlds, transport, generator):
+    """Of each of four ranks: nothing but these, no node of the host and none that allocates."""
+    world = worlds()
+    world.load(make_step(world.shape, generator))
+    exchange_in_turn(world, 3)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph(keep_graph=True)
+    with torch.cuda.graph(graph):
+        exchange_in_turn(world, 3)
+    assert node_types(graph) == {kind: 4 * count for kind, count in NODES[transport].items()}
+
+
+def node_types(graph):
+    driver = importlib.import_module("cuda.bindings.driver")
+
+    def call(name, *arguments):
+        code, *given = getattr(driver, name)(*arguments)
+        assert code == driver.CUresult.CUDA_SUCCESS
+        return given
+
+    raw = driver.CUgraph(graph.raw_cuda_graph())
+    *_, count = call("cuGraphGetNodes", raw)
+    nodes, _ = call("cuGraphGetNodes", raw, count)
+    prefix = "CU_GRAPH_NODE_TYPE_"
+    return Counter(call("cuGraphNodeGetType", node)[0].name.removeprefix(prefix) for node in nodes)
 
 
 def test_nothing_is_allocated(worlds, generator):
@@ -180,6 +243,38 @@ def test_a_withheld_rank_is_named_after_the_timeout(worlds, generator):
     again.assert_arrived(step)
 
 
+def test_a_started_exchange_that_nobody_waits_for_yet_is_no_timeout(worlds, generator):
+    world = worlds(timeout_s=0.2)
+    step = make_step(world.shape, generator)
+    world.load(step)
+    for rank, channel in world.both():
+        ce_exchange_start(*rank.arguments(channel))
+    torch.cuda.synchronize()
+    time.sleep(0.6)
+    for rank, channel in world.both():
+        ce_exchange_wait(*rank.arguments(channel))
+    check(world)
+    world.assert_arrived(step)
+
+
+@pytest.mark.filterwarnings("ignore:The CUDA Graph is empty")
+@pytest.mark.parametrize("transport", ["ce"], indirect=True)
+def test_a_captured_wait_without_its_start_is_refused(worlds, generator):
+    """Copies run on a stream of their own, which a graph has to join. The channel goes on."""
+    world = worlds(Shape(world=2))
+    step = make_step(world.shape, generator)
+    world.load(step)
+    exchange_in_turn(world, 3)
+    torch.cuda.synchronize()
+    rank, channel = world.both()[0]
+    with pytest.raises(ExchangeError, match="captures one of start and wait captures both"):
+        capture(ce_exchange_wait, *rank.arguments(channel))
+    rank.poison()
+    exchange_in_turn(world, 3)
+    check(world)
+    world.assert_arrived(step)
+
+
 def test_create_refuses_to_be_captured():
     with (
         pytest.raises(RuntimeError, match="make channel 'late' before a CUDA graph is captured"),
@@ -201,6 +296,26 @@ def test_replay_after_close_moves_nothing(worlds, generator):
     assert all(bool((workspace == POISON).all()) for workspace in rank.workspaces)
     with pytest.raises(ExchangeError, match="a CUDA graph that captured the channel was replayed after close"):
         channel.check()
+
+
+def test_a_replay_after_every_rank_closed_waits_for_nobody(worlds, generator):
+    world = worlds(Shape(world=2, record_bytes=656), timeout_s=60)
+    world.load(make_step(world.shape, generator))
+    exchange_in_turn(world, 3)
+    graph = capture(exchange_in_turn, world, 3)
+    world.close()
+    for rank in world.ranks:
+        rank.poison()
+    torch.cuda.synchronize()
+    begin = time.monotonic()
+    for _ in range(3):
+        graph.replay()
+    torch.cuda.synchronize()
+    assert time.monotonic() - begin < 10
+    for rank, channel in world.both():
+        assert all(bool((workspace == POISON).all()) for workspace in rank.workspaces)
+        with pytest.raises(ExchangeError, match="a CUDA graph that captured the channel was replayed after close"):
+            channel.check()
 
 
 def test_another_plan_is_named(worlds, generator):

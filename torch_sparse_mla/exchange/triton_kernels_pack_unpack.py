@@ -1,0 +1,371 @@
+"""The kernels around a message: pack what a rank owns into one, unpack those of the peers, release a wait.
+
+For transports that move messages of fixed size (`transports/packed.py` has the layout): a header, then the records that
+a rank owns, request after request, as many as fit. What does not fit is stored by the pack kernel into the overflow
+slab of every peer, where a record has the place that it has in the workspace.
+
+A stream waits for messages, not these kernels. What they find in the headers is what counts; a flag says whether a
+message came (1), did not (0), or was given up (`FORCED`): then a message may be there in part.
+"""
+
+import triton
+import triton.language as tl
+
+from ..triton_launch import AotConfiguration, AotConfigurations
+from . import channel as channels
+from . import triton_kernels as kernels
+from .triton_kernels import (
+    OTHER_CALL,
+    OTHER_PLAN,
+    START_BEFORE_WAIT,
+    START_BLOCKS,
+    STARTED,
+    TAG,
+    TIMED_OUT,
+    WAIT_BEFORE_START,
+    WAIT_BLOCKS,
+    WAITED,
+    _choose,
+    _fence,
+    _is_refused,
+    _plan_digest,
+    _pointer,
+    _record_error,
+    _segment,
+    _store_release,
+    _units,
+)
+
+OTHER_EPOCH = tl.constexpr(channels.OTHER_EPOCH)
+# Rows of the flags, each [world]: messages that came from each peer; leave of each peer to send it the next one.
+FLAG_ROWS = 2
+ARRIVED, FORCED = tl.constexpr(1), tl.constexpr(2)
+# Where in the host's words the kernel counts exchanges, for the watchdog.
+PROGRESS_WORD = tl.constexpr(3)
+HEADER_BYTES = 16
+
+SCALARS = [
+    "page_stride",
+    "page_size",
+    "num_slots",
+    "requests",
+    "capacity",
+    "fitting",
+    "message_16",
+    "message_layer_16",
+    "overflow_16",
+    "overflow_layer_16",
+    "flags_16",
+    "first_layer",
+    "call_layers",
+    "rank",
+    "world",
+    "tag",
+]
+GEOMETRY = {
+    "requests": "i32",
+    "capacity": "i32",
+    "fitting": "i32",
+    "message_16": "i64",
+    "message_layer_16": "i64",
+    "overflow_16": "i64",
+    "overflow_layer_16": "i64",
+    "flags_16": "i64",
+    "first_layer": "i32",
+    "call_layers": "i32",
+    "rank": "i32",
+    "world": "i32",
+    "tag": "i32",
+}
+
+
+def aot_configurations(capability: int) -> AotConfigurations:
+    """The widths of the record layouts, in 16-byte vectors, and one width in bytes; with leave to send and without."""
+    pointers = ["cache", "workspace"]
+    for record_bytes, unit in ((304, 4), (368, 4), (432, 4), (656, 4), (1152, 4), (37, 1)):
+        alignment = ":16" if unit == 4 else ""
+        layers = {
+            f"{name}_{layer}": f"*u8{alignment}" for name in pointers for layer in range(kernels.LAYERS_PER_LAUNCH)
+        }
+        record, rows, columns = kernels.tile(record_bytes, unit)
+        common = {"owner_offsets": "*i32:16", "state": "*i32:16", "memory": "*i64:16"}
+        pack = layers | common | {"owned_slots": "*i32:16"} | GEOMETRY
+        pack |= {"page_stride": "i64", "page_size": "i32", "num_slots": "i32"}
+        unpack = {name: layers[name] for name in layers if name.startswith("workspace")} | common | GEOMETRY
+        for leave, last in (
+            ((True, True), (False, True), (True, False)) if record_bytes in (656, 37) else ((True, True),)
+        ):
+            form = {"UNIT": unit, "RECORD": record, "ROWS": rows, "COLUMNS": columns, "LAST": last, "NATIVE": True}
+            form["LEAVE"] = leave
+            suffix = f"{record_bytes}{'' if leave else '-without-leave'}{'' if last else '-more-layers-follow'}"
+            yield AotConfiguration(f"pack-{suffix}", _pack_kernel, pack, form, kernels.OPTIONS)
+            yield AotConfiguration(f"unpack-{suffix}", _unpack_kernel, unpack, form, kernels.OPTIONS)
+    yield AotConfiguration("release", _release_kernel, {"flags": "*i32:16", "count": "i32"}, {}, {"num_warps": 1})
+
+
+@triton.jit(do_not_specialize=SCALARS)
+def _pack_kernel(
+    cache_0,
+    cache_1,
+    cache_2,
+    cache_3,
+    workspace_0,
+    workspace_1,
+    workspace_2,
+    workspace_3,
+    owner_offsets,
+    owned_slots,
+    state,
+    memory,
+    page_stride: tl.int64,
+    page_size: tl.int32,
+    num_slots: tl.int32,
+    requests: tl.int32,
+    capacity: tl.int32,
+    fitting: tl.int32,
+    message_16: tl.int64,
+    message_layer_16: tl.int64,
+    overflow_16: tl.int64,
+    overflow_layer_16: tl.int64,
+    flags_16: tl.int64,
+    first_layer: tl.int32,
+    call_layers: tl.int32,
+    rank: tl.int32,
+    world: tl.int32,
+    tag: tl.int32,
+    UNIT: tl.constexpr,
+    RECORD: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    LAST: tl.constexpr,
+    NATIVE: tl.constexpr,
+    LEAVE: tl.constexpr,
+):
+    """Own records to the own workspace and into the message, or where they do not fit, to every peer; then the header.
+
+    `memory`: own memory, that of the other ranks, words of the host, the message.
+    """
+    block, layer = tl.program_id(0), tl.program_id(1)
+    host_error = tl.load(memory + world)
+    flags = _int32(memory, tl.load(memory) + flags_16)
+    if _is_refused(state, memory, host_error, tag, rank, NATIVE):
+        _let_pass(state, flags, tag, world)
+        return
+    started = tl.load(state + STARTED)
+    if started != tl.load(state + WAITED):
+        _record_error(state, memory, host_error, START_BEFORE_WAIT, rank, started, NATIVE)
+        _let_pass(state, flags, tag, world)
+        return
+    epoch = started + 1
+    if LEAVE:
+        withheld = _first_forced(flags + world, rank, world)
+        if withheld != rank:
+            _record_error(state, memory, host_error, TIMED_OUT, withheld, epoch, NATIVE)
+            _let_pass(state, flags, tag, world)
+            return
+    cache = _units(_choose(layer, cache_0, cache_1, cache_2, cache_3), UNIT)
+    workspace = _units(_choose(layer, workspace_0, workspace_1, workspace_2, workspace_3), UNIT)
+    message = tl.load(memory + world + 1)
+    in_message = _units(_pointer(memory, message + 1 + (first_layer + layer).to(tl.int64) * message_layer_16), UNIT)
+    overflow = overflow_16 + (first_layer + layer).to(tl.int64) * overflow_layer_16
+    stride = page_stride * (4 if UNIT == 4 else 1)
+    columns = tl.arange(0, COLUMNS)
+    base = tl.full((), 0, tl.int64)
+    packed = tl.full((), 0, tl.int64)
+    for request in range(requests):
+        begin, end = _segment(owner_offsets, request, rank, world, capacity)
+        for first in range(begin + block * ROWS, end, tl.num_programs(0) * ROWS):
+            rows = first + tl.arange(0, ROWS)
+            live = rows < end
+            slots = tl.load(owned_slots + base + rows - begin, mask=live, other=-1)
+            present = live & (slots >= 0) & (slots < num_slots)
+            slots = tl.where(present, slots, 0)
+            source = (slots // page_size).to(tl.int64) * stride + (slots % page_size).to(tl.int64) * RECORD
+            place = (base + rows) * RECORD
+            entries = packed + rows - begin
+            fits = entries < fitting
+            for column in range(0, RECORD, COLUMNS):
+                unit = column + columns
+                inside = live[:, None] & (unit < RECORD)[None, :]
+                values = tl.load(cache + source[:, None] + unit[None, :], mask=inside & present[:, None], other=0)
+                tl.store(workspace + place[:, None] + unit[None, :], values, mask=inside)
+                tl.store(in_message + entries[:, None] * RECORD + unit[None, :], values, mask=inside & fits[:, None])
+                if packed + tl.minimum(first + ROWS, end) - begin > fitting:
+                    for target in range(1, world):
+                        there = _units(_pointer(memory, tl.load(memory + target) + overflow), UNIT)
+                        beyond = inside & (fits == 0)[:, None]
+                        tl.store(there + place[:, None] + unit[None, :], values, mask=beyond)
+        base += capacity
+        packed += tl.maximum(end - begin, 0)
+    _fence(NATIVE)
+    if LAST:
+        tl.debug_barrier()
+        blocks = tl.num_programs(0) * tl.num_programs(1)
+        if tl.atomic_add(state + START_BLOCKS, 1, sem="acq_rel", scope="sys") == blocks - 1:
+            tl.store(state + START_BLOCKS, 0)
+            tl.store(state + STARTED, epoch)
+            header = _int32(memory, message)
+            tl.store(header, epoch)
+            tl.store(header + 1, call_layers)
+            tl.store(header + 2, _plan_digest(owner_offsets, requests * (world + 1)))
+            if LEAVE:
+                for peer in range(world):
+                    tl.store(flags + world + peer, 0)
+
+
+@triton.jit(do_not_specialize=SCALARS)
+def _unpack_kernel(
+    workspace_0,
+    workspace_1,
+    workspace_2,
+    workspace_3,
+    owner_offsets,
+    state,
+    memory,
+    requests: tl.int32,
+    capacity: tl.int32,
+    fitting: tl.int32,
+    message_16: tl.int64,
+    message_layer_16: tl.int64,
+    overflow_16: tl.int64,
+    overflow_layer_16: tl.int64,
+    flags_16: tl.int64,
+    first_layer: tl.int32,
+    call_layers: tl.int32,
+    rank: tl.int32,
+    world: tl.int32,
+    tag: tl.int32,
+    UNIT: tl.constexpr,
+    RECORD: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    LAST: tl.constexpr,
+    NATIVE: tl.constexpr,
+    LEAVE: tl.constexpr,
+):
+    """Check the header of every peer's message, bring the records to their places, and give leave to send the next."""
+    block, layer = tl.program_id(0), tl.program_id(1)
+    own = tl.load(memory)
+    host_error = tl.load(memory + world)
+    flags = _int32(memory, own + flags_16)
+    if _is_refused(state, memory, host_error, tag, rank, NATIVE):
+        _let_pass(state, flags, tag, world)
+        return
+    waited = tl.load(state + WAITED)
+    epoch = waited + 1
+    if tl.load(state + STARTED) == waited:
+        _record_error(state, memory, host_error, WAIT_BEFORE_START, rank, waited, NATIVE)
+        _let_pass(state, flags, tag, world)
+        return
+    digest = _plan_digest(owner_offsets, requests * (world + 1))
+    failed, culprit = _failure(memory, flags, own, message_16, rank, world, epoch, call_layers, digest)
+    if failed != 0:
+        _record_error(state, memory, host_error, failed, culprit, epoch, NATIVE)
+        _let_pass(state, flags, tag, world)
+        return
+    workspace = _units(_choose(layer, workspace_0, workspace_1, workspace_2, workspace_3), UNIT)
+    distance = 1 + (first_layer + layer).to(tl.int64) * message_layer_16
+    overflow = own + overflow_16 + (first_layer + layer).to(tl.int64) * overflow_layer_16
+    beyond = _units(_pointer(memory, overflow), UNIT)
+    columns = tl.arange(0, COLUMNS)
+    for step in range(1, world):
+        peer = (rank + step) % world
+        message = _units(_pointer(memory, own + peer.to(tl.int64) * message_16 + distance), UNIT)
+        base = tl.full((), 0, tl.int64)
+        packed = tl.full((), 0, tl.int64)
+        for request in range(requests):
+            begin, end = _segment(owner_offsets, request, peer, world, capacity)
+            for first in range(begin + block * ROWS, end, tl.num_programs(0) * ROWS):
+                rows = first + tl.arange(0, ROWS)
+                place = (base + rows) * RECORD
+                entries = packed + rows - begin
+                fits = entries < fitting
+                for column in range(0, RECORD, COLUMNS):
+                    unit = column + columns
+                    inside = (rows < end)[:, None] & (unit < RECORD)[None, :]
+                    here = inside & fits[:, None]
+                    values = tl.load(message + entries[:, None] * RECORD + unit[None, :], mask=here, other=0)
+                    tl.store(workspace + place[:, None] + unit[None, :], values, mask=here)
+                    if packed + tl.minimum(first + ROWS, end) - begin > fitting:
+                        there = inside & (fits == 0)[:, None]
+                        values = tl.load(beyond + place[:, None] + unit[None, :], mask=there, other=0)
+                        tl.store(workspace + place[:, None] + unit[None, :], values, mask=there)
+            base += capacity
+            packed += tl.maximum(end - begin, 0)
+    if LAST:
+        tl.debug_barrier()
+        blocks = tl.num_programs(0) * tl.num_programs(1)
+        if tl.atomic_add(state + WAIT_BLOCKS, 1, sem="acq_rel", scope="sys") == blocks - 1:
+            tl.store(state + WAIT_BLOCKS, 0)
+            tl.store(state + WAITED, epoch)
+            tl.store(_int32(memory, host_error) + PROGRESS_WORD, epoch)
+            if LEAVE:
+                for peer in range(world):
+                    tl.store(flags + peer, 0)
+                for target in range(1, world):
+                    theirs = _int32(memory, tl.load(memory + target) + flags_16)
+                    _store_release(theirs + world + rank, tl.full((), 0, tl.int32) + ARRIVED, NATIVE)
+
+
+@triton.jit(do_not_specialize=["count"])
+def _release_kernel(flags, count: tl.int32):
+    """Give up what has not come, so that a waiting stream goes on, into a kernel that finds the flag."""
+    for flag in range(count):
+        tl.atomic_cas(flags + flag, 0, tl.full((), 0, tl.int32) + FORCED, sem="acq_rel", scope="sys")
+
+
+@triton.jit
+def _failure(memory, flags, own, message_16, rank, world, epoch, call_layers, digest):
+    """The error to record, 0 for none, and whose it is.
+
+    Where messages were given up, one whose header is not of this epoch did not come at all: its sender is named before
+    one whose message may be there in part.
+    """
+    failed = tl.full((), 0, tl.int32)
+    culprit = tl.full((), 0, tl.int32) + rank
+    is_absent = tl.full((), 0, tl.int32)
+    for step in range(1, world):
+        peer = (rank + step) % world
+        forced = tl.load(flags + peer) == FORCED
+        header = _int32(memory, own + peer.to(tl.int64) * message_16)
+        stale = tl.load(header) != epoch
+        code = tl.full((), 0, tl.int32)
+        if tl.load(header + 2) != digest:
+            code = tl.full((), 0, tl.int32) + OTHER_PLAN
+        if tl.load(header + 1) != call_layers:
+            code = tl.full((), 0, tl.int32) + OTHER_CALL
+        if stale:
+            code = tl.full((), 0, tl.int32) + OTHER_EPOCH
+        if forced:
+            code = tl.full((), 0, tl.int32) + TIMED_OUT
+        absent = (forced & stale).to(tl.int32)
+        if (code != 0) & ((failed == 0) | (absent > is_absent)):
+            failed = code
+            culprit = peer
+            is_absent = absent
+    return failed, culprit
+
+
+@triton.jit
+def _first_forced(flags, rank, world):
+    """The next peer whose flag was forced; the rank itself where there is none."""
+    found = tl.full((), 0, tl.int32) + rank
+    for step in range(1, world):
+        peer = (rank + step) % world
+        if (tl.load(flags + peer) == FORCED) & (found == rank):
+            found = peer
+    return found
+
+
+@triton.jit
+def _let_pass(state, flags, tag, world):
+    """After an error no stream ever waits here again, a replayed graph included. Flags are written by nobody else but
+    peers, who only write that they came."""
+    if tl.load(state + TAG) == tag:
+        for flag in range(2 * world):
+            tl.store(flags + flag, tl.full((), 0, tl.int32) + FORCED)
+
+
+@triton.jit
+def _int32(memory, distance_16):
+    return _pointer(memory, distance_16).to(tl.pointer_type(tl.int32))
