@@ -14,7 +14,7 @@ from torch_sparse_mla.exchange.transports import launching
 from torch_sparse_mla.exchange.transports.direct import DirectTransport, loopback_memory, memory_bytes
 
 from .cases import POISON, Shape, Step, make_step, make_world, set_counters
-from .scatter_cases import check_scatter, scatter_channels
+from .scatter_cases import check_scatter, claim_more, scatter_channels
 
 assert os.environ.get("TRITON_INTERPRET") == "1", "needs TRITON_INTERPRET=1 before Triton is imported"
 
@@ -270,7 +270,19 @@ def test_calls_out_of_order_are_named(generator):
 def test_scatter_gives_each_rank_its_own(world, record_bytes, generator, monkeypatch):
     monkeypatch.setattr(triton_kernels, "UNITS_PER_TILE", 64)
 
-    def interpreted(channel):
-        channel.transport = DirectTransport(channel, loopback_memory(channel))
-
     check_scatter(scatter_channels(world, 8, record_bytes, prepare=interpreted), 8, record_bytes, generator)
+
+
+@pytest.mark.parametrize("world", [2, 3])
+def test_scatter_with_bad_owner_offsets_gives_what_the_cpu_gives(world, monkeypatch):
+    monkeypatch.setattr(triton_kernels, "UNITS_PER_TILE", 64)
+    given, expected = (
+        claim_more(scatter_channels(world, 4, 16, prepare=prepare), 4, 16, torch.Generator().manual_seed(1))
+        for prepare in (interpreted, None)
+    )
+    for claimed, workspaces in given.items():
+        assert all(torch.equal(a, b) for a, b in zip(workspaces, expected[claimed], strict=True)), claimed
+
+
+def interpreted(channel):
+    channel.transport = DirectTransport(channel, loopback_memory(channel))

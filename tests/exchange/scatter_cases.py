@@ -73,3 +73,30 @@ def check_scatter(channels: list[Channel], records: int, record_bytes: int, gene
     for channel in channels:
         channel.check()
         channel.close()
+
+
+def claim_more(
+    channels: list[Channel], records: int, record_bytes: int, generator: torch.Generator
+) -> dict[tuple[int, int], list[torch.Tensor]]:
+    """Exchanges with plans by which rank 0 owns more than its lists hold, or all that int32 can say.
+
+    Returns: the ranks' workspaces, by what was claimed.
+    """
+    ranks = [Outgoing(channel, records, record_bytes) for channel in channels]
+    results = {}
+    for claimed in ((0, 2 * records), (0, 2**31 - 1), (-5, 2**31 - 1)):
+        for rank in ranks:
+            rank.fill(generator)
+            offset = rank.channel.plan_sections["owner_offsets"].offset
+            rank.plan[offset : offset + 2] = torch.tensor(claimed)
+            rank.plan[offset + 2 : offset + len(ranks) + 1] = claimed[1]
+        for rank in ranks:
+            ce_exchange_start(*rank.call())
+        for rank in ranks:
+            ce_exchange_wait(*rank.call())
+        for rank in ranks:
+            rank.channel.check()
+        results[claimed] = [rank.workspace.clone() for rank in ranks]
+    for channel in channels:
+        channel.close()
+    return results

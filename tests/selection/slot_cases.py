@@ -18,6 +18,7 @@ class SlotCase:
     block_table: torch.Tensor
     lengths: torch.Tensor
     slots: torch.Tensor
+    counts: torch.Tensor | None
     page_size: int
     interleave: int
     rank: int
@@ -28,7 +29,7 @@ class SlotCase:
         return tuple(getattr(self, field.name) for field in fields(self))
 
     def to(self, device: str) -> "SlotCase":
-        names = ("topk", "block_table", "lengths", "slots")
+        names = ["topk", "block_table", "lengths", "slots", *([] if self.counts is None else ["counts"])]
         return replace(self, **{name: getattr(self, name).to(device) for name in names})
 
     def expected(self) -> list[list[int]]:
@@ -37,6 +38,8 @@ class SlotCase:
         for row, (tokens, length) in enumerate(zip(self.topk.tolist(), self.lengths.tolist(), strict=True)):
             pages = self.block_table[row // rows_per_request].tolist()
             rows.append([self._slot(token if token < length else -1, pages) for token in tokens])
+        if self.counts is not None:
+            rows = [sorted(row, key=lambda slot: slot < 0) for row in rows]
         return rows * (len(self.slots) // max(len(self.topk), 1))
 
     def _slot(self, token: int, pages: list[int]) -> int:
@@ -60,6 +63,7 @@ def make_slot_case(
     copies: int = 1,
     slots_per_rank: int = 0,
     rank: int = 0,
+    packed: bool = False,
     seed: int = 0,
 ) -> SlotCase:
     generator = torch.Generator().manual_seed(seed)
@@ -69,7 +73,8 @@ def make_slot_case(
     pages = torch.randint(-1, 2 * requests * blocks + 1, (requests, blocks), generator=generator).int()
     lengths = torch.randint(-1, context + 3, (rows,), generator=generator).int()
     slots = torch.full((copies * rows, topk), POISON, dtype=torch.int32)
-    return SlotCase(tokens, pages, lengths, slots, page_size, interleave, rank, world, slots_per_rank)
+    counts = torch.full((copies * rows,), POISON, dtype=torch.int32) if packed else None
+    return SlotCase(tokens, pages, lengths, slots, counts, page_size, interleave, rank, world, slots_per_rank)
 
 
 @strategies.composite
@@ -85,10 +90,14 @@ def slot_cases(draw) -> SlotCase:
         copies=draw(strategies.integers(1, 3)),
         slots_per_rank=draw(strategies.sampled_from([0, 0, 7, 64, 1000])),
         rank=draw(strategies.integers(0, world - 1)),
+        packed=draw(strategies.booleans()),
         seed=draw(strategies.integers(0, 10_000)),
     )
 
 
 def check_slots(function: Callable[..., None], case: SlotCase) -> None:
     function(*case.args())
-    assert case.slots.tolist() == case.expected()
+    expected = case.expected()
+    assert case.slots.tolist() == expected
+    if case.counts is not None:
+        assert case.counts.tolist() == [sum(slot >= 0 for slot in row) for row in expected]

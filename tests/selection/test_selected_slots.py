@@ -27,10 +27,11 @@ def test_matches_model(case):
 
 
 @every_implementation
+@pytest.mark.parametrize("packed", [False, True])
 @pytest.mark.parametrize("slots_per_rank", [0, 24, 1000])
 @pytest.mark.parametrize("world, interleave, page_size", [(1, 1, 16), (4, 4, 16), (3, 5, 15)])
-def test_matches_model_for_long_lists(implementation, slots_per_rank, world, interleave, page_size):
-    geometry = {"world": world, "interleave": interleave, "page_size": page_size, "rank": world - 1}
+def test_matches_model_for_long_lists(implementation, slots_per_rank, packed, world, interleave, page_size):
+    geometry = {"world": world, "interleave": interleave, "page_size": page_size, "rank": world - 1, "packed": packed}
     case = make_slot_case(topk=2051, copies=world, slots_per_rank=slots_per_rank, rows_per_request=4, **geometry)
     function, device = run(implementation)
     check_slots(function, case.to(device))
@@ -49,7 +50,8 @@ def test_positions_and_pages_at_the_ends_of_int32(implementation):
     function, device = run(implementation)
     topk = torch.tensor([[2**31 - 1, 2**31 - 2, -(2**31), 0, 5]], dtype=torch.int32)
     pages = torch.tensor([[2**31 - 1, 2**25 - 1, 2**25]], dtype=torch.int32)
-    case = SlotCase(topk, pages, torch.tensor([2**31 - 1], dtype=torch.int32), torch.zeros_like(topk), 64, 1, 0, 1, 0)
+    lengths = torch.tensor([2**31 - 1], dtype=torch.int32)
+    case = SlotCase(topk, pages, lengths, torch.zeros_like(topk), None, 64, 1, 0, 1, 0)
     check_slots(function, case.to(device))
     for token in (64, 128):
         check_slots(function, replace(case, topk=torch.full_like(topk, token)).to(device))
@@ -61,9 +63,17 @@ def test_accepts_no_rows(implementation):
     check_slots(function, make_slot_case(requests=0).to(device))
 
 
+@pytest.mark.parametrize("packed", [False, True])
 @pytest.mark.parametrize("slots_per_rank", [0, 24])
-def test_opcheck(slots_per_rank):
-    torch.library.opcheck(op, make_slot_case(copies=2, slots_per_rank=slots_per_rank).args())
+def test_opcheck(slots_per_rank, packed):
+    torch.library.opcheck(op, make_slot_case(copies=2, slots_per_rank=slots_per_rank, packed=packed).args())
+
+
+def test_packed_lists_compile_into_one_graph():
+    case = make_slot_case(packed=True)
+    torch._dynamo.reset()
+    torch.compile(op, fullgraph=True, backend="aot_eager")(*case.args())
+    check_slots(lambda *args: None, case)
 
 
 def test_public_function_makes_one_copy():
@@ -75,14 +85,15 @@ def test_public_function_makes_one_copy():
 
 
 @pytest.mark.gpu
-def test_replays_follow_the_lists():
-    case = make_slot_case(copies=3).to("cuda")
+@pytest.mark.parametrize("packed", [False, True])
+def test_replays_follow_the_lists(packed):
+    case = make_slot_case(copies=3, packed=packed).to("cuda")
     op(*case.args())
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         op(*case.args())
     for seed in range(1, 4):
-        other = make_slot_case(copies=3, seed=seed)
+        other = make_slot_case(copies=3, seed=seed, packed=packed)
         for name in ("topk", "block_table", "lengths"):
             getattr(case, name).copy_(getattr(other, name))
         case.slots.zero_()
@@ -96,6 +107,8 @@ WRONG = {
     "topk-rows": ("topk", lambda case: {"topk": case.topk[:3].clone()}, "a multiple of the 2 requests"),
     "lengths": ("lengths", lambda case: {"lengths": case.lengths[:3].clone()}, r"shape \[rows\] = \[4\]"),
     "slots-rows": ("slots", lambda case: {"slots": case.slots[:3].clone()}, "a multiple of 4 rows"),
+    "counts": ("counts", lambda case: {"counts": case.lengths[:3].clone()}, r"shape \[rows of slots\] = \[4\]"),
+    "counts-over": ("counts", lambda case: {"counts": case.slots.view(-1)[:4]}, "memory of its own"),
     "slots-over": ("slots", lambda case: {"slots": case.topk}, "memory of its own"),
     "page_size": ("page_size", lambda case: {"page_size": 3}, "a multiple of the interleave 2"),
     "rank": ("rank", lambda case: {"rank": 3}, "0 <= rank < world = 3"),

@@ -109,8 +109,8 @@ OPS: dict[str, Op] = {
         Op(
             name="selected_slots",
             schema=(
-                "(Tensor topk, Tensor block_table, Tensor lengths, Tensor(a!) slots, int page_size, int interleave, "
-                "int rank, int world, int slots_per_rank=0) -> ()"
+                "(Tensor topk, Tensor block_table, Tensor lengths, Tensor(a!) slots, Tensor(b!)? counts, "
+                "int page_size, int interleave, int rank, int world, int slots_per_rank=0) -> ()"
             ),
             reference=selection_reference.selected_slots,
             check=selection_contract.check_selected_slots,

@@ -26,8 +26,8 @@ PROBE_RECORD_BYTES = 1024
 CALLS = 5
 # A rank may still compile the kernels of an exchange while its peers wait.
 COMPILE_TIMEOUT_S = 60.0
-# 4 ms of a 2 GHz clock: longer than the host takes to launch what is timed behind it.
-HOLD_CYCLES = 8_000_000
+# 0.3 ms of a 2 GHz clock: longer than the host takes for a launch, checks included.
+HOLD_CYCLES_PER_LAUNCH = 600_000
 
 
 @dataclasses.dataclass(frozen=True)
@@ -72,13 +72,14 @@ class Stopwatch:
     On a GPU it is device time, as in a graph: the device is held back first, so that launches are ahead of it.
     """
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, launches: int) -> None:
+        """Args: launches: how many, of all ranks of this thread, come behind."""
         self.device = device
         self.rounds: list[list[tuple]] = []
         if device.type == "cuda":
             torch.cuda.synchronize(device)
             with torch.cuda.device(device):
-                torch.cuda._sleep(HOLD_CYCLES)
+                torch.cuda._sleep(launches * HOLD_CYCLES_PER_LAUNCH)
 
     @contextlib.contextmanager
     def running(self) -> Iterator[None]:
@@ -183,7 +184,8 @@ def _time_gather(probe: Gather, rows: torch.Tensor, meanwhile: Callable[[], None
     """Median of this rank's own part: not what other ranks do on this thread in between."""
     # Every form once, for what is compiled or planned at its first call.
     yield from probe.run(rows)
-    watch = Stopwatch(rows.device)
+    # Push and wait, and up to two launches of what is beside them.
+    watch = Stopwatch(rows.device, 4 * CALLS * probe.rank.world)
     for _ in range(CALLS):
         watch.rounds.append([])
         gather = probe.run(rows)
@@ -206,20 +208,22 @@ def _measure_device(rank: Rank, device: torch.device) -> tuple[float, ...]:
     """Attention in both forms, planning, and looking up slots."""
     inputs, sizes, world = Inputs.make(rank, device), rank.sizes, rank.world
     records = _records(rank, device)
-    own = torch.where(sharding.owner(inputs.topk, world, rank.interleave) == 0, inputs.topk, -1).repeat(world, 1)
+    own = inputs.topk.repeat(world, 1)
+    shares = torch.full((len(own),), sharding.local_length(0, sizes.topk, world, rank.interleave)).int().to(device)
     all_q = inputs.q.repeat(world, 1, 1)
     selection = SelectionPlan(sizes.requests, sizes.rows_per_request, sizes.topk, world)
-    plan, slots = selection.empty(device), torch.empty_like(own)
+    plan, slots, counts = selection.empty(device), torch.empty_like(own), torch.empty_like(shares)
     workspace = rank.workspace(world * sizes.rows, sizes.heads, device)
 
     def attend_owner() -> None:
-        out, lse = rank.attend(all_q, records, own, workspace=workspace)
+        out, lse = rank.attend(all_q, records, own, workspace=workspace, lengths=shares)
         if world > 1:
             shape = (world, sizes.rows, sizes.heads)
             merge_partial_attention(out.view(*shape, LATENT_DIM), lse.view(shape))
 
     def look_up() -> None:
-        selected_slots(inputs.topk, inputs.block_table, inputs.lengths, **rank.geometry, world=world, slots=slots)
+        lists = (inputs.topk, inputs.block_table, inputs.lengths)
+        selected_slots(*lists, **rank.geometry, world=world, slots=slots, counts=counts)
 
     return tuple(
         _time(action, device)
@@ -252,7 +256,7 @@ def _measure_peers(rank: Rank, caches: list[torch.Tensor]) -> float:
 def _time(action: Callable[[], object], device: torch.device) -> float:
     """Median microseconds of a call, after one that may have to compile."""
     action()
-    watch = Stopwatch(device)
+    watch = Stopwatch(device, 4 * CALLS)
     for _ in range(CALLS):
         watch.rounds.append([])
         with watch.running():

@@ -55,6 +55,7 @@ class Rank:
         sink: torch.Tensor | None = None,
         into: tuple[torch.Tensor | None, torch.Tensor | None] = (None, None),
         workspace: torch.Tensor | None = None,
+        lengths: torch.Tensor | None = None,
     ) -> Result:
         """Attention over one cache, or over those of all ranks."""
         decode = sparse_ckv_decode_peers if isinstance(caches, list) else sparse_ckv_decode
@@ -64,6 +65,7 @@ class Rank:
             indices,
             softmax_scale=self.softmax_scale,
             layout=self.layout.name,
+            lengths=lengths,
             sink=sink,
             out=into[0],
             lse=into[1],

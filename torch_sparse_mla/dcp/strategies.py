@@ -74,15 +74,19 @@ class Strategy(Protocol):
 
 
 class _Slots:
-    """Slots of a Full layer's lists, with a copy for each rank's heads where rows of all heads are attended to."""
+    """Slots of a Full layer's lists, with a copy for each rank's heads where rows of all heads are attended to.
+
+    Packed, a row's slots come first, and attention does not walk over those of other ranks.
+    """
 
     ahead = 0
 
-    def __init__(self, static: Rank, copies: int, device: torch.device) -> None:
+    def __init__(self, static: Rank, copies: int, packed: bool, device: torch.device) -> None:
         self.static, self.copies = static, copies
         rows = copies * static.sizes.rows
         self.buffer = torch.empty(rows, static.sizes.topk, dtype=torch.int32, device=device)
-        self.slots = self.buffer
+        self.all_counts = torch.empty(rows, dtype=torch.int32, device=device) if packed else None
+        self.slots, self.counts = self.buffer, self.all_counts
         self.workspace = static.workspace(rows, static.sizes.heads, device)
 
     def check(self, cache: torch.Tensor, layer: int | None) -> None:
@@ -93,6 +97,7 @@ class _Slots:
     ) -> None:
         static = self.static
         self.slots = self.buffer[: self.copies * len(topk)]
+        self.counts = None if self.all_counts is None else self.all_counts[: len(self.slots)]
         selected_slots(
             topk,
             block_table,
@@ -101,6 +106,7 @@ class _Slots:
             world=static.world,
             slots_per_rank=slots_per_rank,
             slots=self.slots,
+            counts=self.counts,
         )
 
     def full(self, q, cache, shared_caches, sink, into) -> Steps[Result]:
@@ -118,7 +124,7 @@ class OwnerMerge(_Slots):
     """Queries of all heads to every rank; each attends over the records that it owns; partial results go back."""
 
     def __init__(self, name: str, static: Rank, device: torch.device) -> None:
-        super().__init__(static, static.world, device)
+        super().__init__(static, static.world, True, device)
         self.queries = self.partials = None
         if static.world > 1:
             head_rows = static.sizes.rows * static.sizes.heads
@@ -141,10 +147,10 @@ class OwnerMerge(_Slots):
         static = self.static
         rows, heads, dim = q.shape
         if static.world == 1:
-            return static.attend(q, cache, self.slots, sink, into, self.workspace)
+            return static.attend(q, cache, self.slots, sink, into, self.workspace, self.counts)
         all_q = yield from self.queries.run(q.contiguous().view(rows * heads, dim))
         buffers = self.partials.buffers(rows)
-        static.attend(all_q.view(-1, heads, dim), cache, self.slots, None, buffers, self.workspace)
+        static.attend(all_q.view(-1, heads, dim), cache, self.slots, None, buffers, self.workspace, self.counts)
         partial_out, partial_lse = yield from self.partials.run(rows)
         return merge_partial_attention(partial_out, partial_lse, sink=sink, out=into[0], lse=into[1])
 
@@ -162,7 +168,7 @@ class PeerRead(_Slots):
     """
 
     def __init__(self, name: str, static: Rank, device: torch.device, peers: PeerCaches) -> None:
-        super().__init__(static, 1, device)
+        super().__init__(static, 1, False, device)
         self.peers = peers
         self.arrivals = None
         self.calls = 0

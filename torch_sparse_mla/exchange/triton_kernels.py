@@ -167,7 +167,7 @@ def _push_kernel(
         for item in range(block, tiles * world, tl.num_programs(0)):
             step = item // tiles
             rows = begin + item % tiles * ROWS + tl.arange(0, ROWS)
-            entries = (rank + step) % world * (end - begin) + rows - begin
+            entries = ((rank + step) % world).to(tl.int64) * (end - begin) + rows - begin
             live, place = rows < end, rows.to(tl.int64) * RECORD
             source, present = _sources(
                 owned_slots, entries, live & (entries < capacity), stride, page_size, num_slots, RECORD

@@ -73,6 +73,7 @@ def selected_slots(
     world: int,
     slots_per_rank: int = 0,
     slots: torch.Tensor | None = None,
+    counts: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Where the rows' selected tokens lie: slots of one rank's cache, or of all ranks' caches as if they were one.
 
@@ -85,6 +86,8 @@ def selected_slots(
         slots_per_rank: 0: slots of the rank's own cache, -1 for a token of another rank. Else the slots of each rank's
             cache: `owner * slots_per_rank + slot`, as `sparse_ckv_decode_peers` takes them.
         slots: [copies * rows, K] int32, overwritten with as many copies as it has room for. One copy when None.
+        counts: [copies * rows] int32, overwritten with the slots found in each row, which then come first in it, in the
+            order of the list: `lengths` for attention. None: slots stay at the places of their tokens.
     Returns: slots.
     Raises: ValueError for an argument that does not fit, before anything is written.
     Capture: safe when slots is given; topk, block_table and lengths may change between replays.
@@ -92,7 +95,7 @@ def selected_slots(
     if slots is None:
         slots = torch.empty_like(topk)
     torch.ops.torch_sparse_mla.selected_slots(
-        topk, block_table, lengths, slots, page_size, interleave, rank, world, slots_per_rank
+        topk, block_table, lengths, slots, counts, page_size, interleave, rank, world, slots_per_rank
     )
     return slots
 

@@ -71,6 +71,7 @@ def check_selected_slots(
     block_table: torch.Tensor,
     lengths: torch.Tensor,
     slots: torch.Tensor,
+    counts: torch.Tensor | None,
     page_size: int,
     interleave: int,
     rank: int,
@@ -78,13 +79,14 @@ def check_selected_slots(
     slots_per_rank: int = 0,
 ) -> None:
     op = "selected_slots"
-    check_same_device(op, topk=topk, block_table=block_table, lengths=lengths, slots=slots)
+    check_same_device(op, topk=topk, block_table=block_table, lengths=lengths, slots=slots, counts=counts)
     tensors = {"topk": (topk, 2), "block_table": (block_table, 2), "lengths": (lengths, 1), "slots": (slots, 2)}
+    tensors |= {} if counts is None else {"counts": (counts, 1)}
     for name, (tensor, dims) in tensors.items():
         check_dtype(op, name, tensor, (torch.int32,))
         if tensor.dim() != dims:
             reject(op, name, f"shape {list(tensor.shape)}", f"a shape of {dims} dimension(s)")
-    for name in ("topk", "lengths", "slots"):
+    for name in tensors.keys() - {"block_table"}:
         check_contiguous(op, name, tensors[name][0])
     check_last_dim_contiguous(op, "block_table", block_table)
     rows, columns = topk.shape
@@ -96,12 +98,15 @@ def check_selected_slots(
     check_shape(op, "lengths", lengths, (rows,), "rows")
     if slots.shape[1] != columns or (slots.shape[0] % rows if rows else slots.shape[0]):
         reject(op, "slots", f"shape {list(slots.shape)}", f"shape [a multiple of {rows} rows, {columns}]")
+    if counts is not None:
+        check_shape(op, "counts", counts, (slots.shape[0],), "rows of slots")
     _check_geometry(op, page_size, interleave, rank, world)
     if not 0 <= slots_per_rank <= (_INT32_MAX + 1) // world:
         allowed = f"0, or at most {(_INT32_MAX + 1) // world}, so that int32 can name a slot of {world} ranks"
         reject(op, "slots_per_rank", slots_per_rank, allowed)
     if not is_fake(topk):
-        check_no_overlap(op, {"slots": slots}, {"topk": topk, "block_table": block_table, "lengths": lengths})
+        inputs = {"topk": topk, "block_table": block_table, "lengths": lengths}
+        check_no_overlap(op, {"slots": slots, "counts": counts}, inputs)
 
 
 def resolve(

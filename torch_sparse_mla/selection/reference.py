@@ -61,13 +61,14 @@ def selected_slots(
     block_table: torch.Tensor,
     lengths: torch.Tensor,
     slots: torch.Tensor,
+    counts: torch.Tensor | None,
     page_size: int,
     interleave: int,
     rank: int,
     world: int,
     slots_per_rank: int = 0,
 ) -> None:
-    check_selected_slots(topk, block_table, lengths, slots, page_size, interleave, rank, world, slots_per_rank)
+    check_selected_slots(topk, block_table, lengths, slots, counts, page_size, interleave, rank, world, slots_per_rank)
     if topk.numel() == 0:
         return
     visible = torch.where(topk < lengths.unsqueeze(1), topk, -1)
@@ -76,4 +77,8 @@ def selected_slots(
         found = torch.where(own_slots < slots_per_rank, owners * slots_per_rank + own_slots, -1).clamp(min=-1)
     else:
         found = torch.where(owners == rank, own_slots, -1)
-    slots.view(-1, *topk.shape).copy_(found.view(topk.shape))
+    found = found.view(topk.shape)
+    if counts is not None:
+        found = found.gather(1, torch.argsort(found < 0, dim=1, stable=True))
+        counts.view(-1, len(topk)).copy_((found >= 0).sum(1))
+    slots.view(-1, *topk.shape).copy_(found)

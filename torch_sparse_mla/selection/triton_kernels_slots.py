@@ -1,4 +1,5 @@
-"""CUDA implementation of `selected_slots` in Triton: one program for each row and block of its list."""
+"""CUDA implementation of `selected_slots` in Triton: one program for each row, or where nothing is packed also for each
+block of its list."""
 
 import torch
 import triton
@@ -9,6 +10,7 @@ from .contract import check_selected_slots, page_limit
 
 BLOCK = 1024
 NUM_WARPS = 4
+LISTS = ["topk_ptr", "block_table_ptr", "lengths_ptr", "counts_ptr"]
 SIZES = {
     "columns": "i32",
     "rows": "i64",
@@ -27,23 +29,26 @@ def selected_slots(
     block_table: torch.Tensor,
     lengths: torch.Tensor,
     slots: torch.Tensor,
+    counts: torch.Tensor | None,
     page_size: int,
     interleave: int,
     rank: int,
     world: int,
     slots_per_rank: int = 0,
 ) -> None:
-    check_selected_slots(topk, block_table, lengths, slots, page_size, interleave, rank, world, slots_per_rank)
+    check_selected_slots(topk, block_table, lengths, slots, counts, page_size, interleave, rank, world, slots_per_rank)
     rows, columns = topk.shape
     if rows == 0:
         return
     requests, blocks = block_table.shape
     with on_device(slots):
-        _selected_slots_kernel[(rows, triton.cdiv(columns, BLOCK))](
+        # Packing goes through a row from its beginning, in one program.
+        _selected_slots_kernel[(rows, 1 if counts is not None else triton.cdiv(columns, BLOCK))](
             topk,
             block_table,
             lengths,
             slots,
+            counts,
             columns,
             rows,
             slots.shape[0] // rows,
@@ -62,14 +67,13 @@ def selected_slots(
 
 
 # Nothing is compiled for lists of another length or batch.
-@triton.jit(
-    do_not_specialize=list(SIZES), do_not_specialize_on_alignment=["topk_ptr", "block_table_ptr", "lengths_ptr"]
-)
+@triton.jit(do_not_specialize=list(SIZES), do_not_specialize_on_alignment=LISTS)
 def _selected_slots_kernel(
     topk_ptr,
     block_table_ptr,
     lengths_ptr,
     slots_ptr,
+    counts_ptr,
     columns: tl.int32,
     rows: tl.int64,
     copies: tl.int32,
@@ -85,15 +89,55 @@ def _selected_slots_kernel(
     TILE: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
-    column = tl.program_id(1) * TILE + tl.arange(0, TILE)
-    token = tl.load(topk_ptr + row * columns + column, mask=column < columns, other=-1)
-    visible = (token >= 0) & (token < tl.load(lengths_ptr + row))
+    length = tl.load(lengths_ptr + row)
+    pages_ptr = block_table_ptr + row // rows_per_request * block_table_stride
+    lane = tl.arange(0, TILE)
+    if counts_ptr is None:
+        column = tl.program_id(1) * TILE + lane
+        token = tl.load(topk_ptr + row * columns + column, mask=column < columns, other=-1)
+        slot = _slots(token, length, pages_ptr, blocks, num_pages, rank, slots_per_rank, WORLD, INTERLEAVE, PAGE_SIZE)
+        for copy in range(copies):
+            tl.store(slots_ptr + (copy * rows + row) * columns + column, slot, mask=column < columns)
+    else:
+        count = 0
+        for first in range(0, columns, TILE):
+            token = tl.load(topk_ptr + row * columns + first + lane, mask=first + lane < columns, other=-1)
+            slot = _slots(
+                token, length, pages_ptr, blocks, num_pages, rank, slots_per_rank, WORLD, INTERLEAVE, PAGE_SIZE
+            )
+            found = (slot >= 0).to(tl.int32)
+            place = count + tl.cumsum(found, 0) - 1
+            for copy in range(copies):
+                tl.store(slots_ptr + (copy * rows + row) * columns + place, slot, mask=slot >= 0)
+            count += tl.sum(found, 0)
+        for copy in range(copies):
+            tl.store(counts_ptr + copy * rows + row, count)
+            for first in range(0, columns, TILE):
+                column = first + lane
+                rest = (column >= count) & (column < columns)
+                tl.store(slots_ptr + (copy * rows + row) * columns + column, -1, mask=rest)
+
+
+@triton.jit
+def _slots(
+    token,
+    length,
+    pages_ptr,
+    blocks,
+    num_pages,
+    rank,
+    slots_per_rank,
+    WORLD: tl.constexpr,
+    INTERLEAVE: tl.constexpr,
+    PAGE_SIZE: tl.constexpr,
+):
+    """Slots of tokens, int32; -1 where there is none, or none that is asked for."""
+    visible = (token >= 0) & (token < length)
     token = tl.where(visible, token, 0)
     run = token // INTERLEAVE
     local = run // WORLD * INTERLEAVE + token % INTERLEAVE
     block = local // PAGE_SIZE
-    pages = block_table_ptr + row // rows_per_request * block_table_stride
-    page = tl.load(pages + block, mask=visible & (block < blocks), other=-1)
+    page = tl.load(pages_ptr + block, mask=visible & (block < blocks), other=-1)
     slot = page.to(tl.int64) * PAGE_SIZE + local % PAGE_SIZE
     found = (page >= 0) & (page < num_pages)
     if slots_per_rank > 0:
@@ -101,9 +145,7 @@ def _selected_slots_kernel(
         slot += run % WORLD * slots_per_rank
     else:
         found = found & (run % WORLD == rank)
-    slot = tl.where(found, slot, -1).to(tl.int32)
-    for copy in range(copies):
-        tl.store(slots_ptr + (copy * rows + row) * columns + column, slot, mask=column < columns)
+    return tl.where(found, slot, -1).to(tl.int32)
 
 
 def aot_configurations(capability: int) -> AotConfigurations:
@@ -111,5 +153,8 @@ def aot_configurations(capability: int) -> AotConfigurations:
     pointers = {"topk_ptr": "*i32", "block_table_ptr": "*i32", "lengths_ptr": "*i32", "slots_ptr": "*i32:16"}
     for world, interleave, page_size in ((1, 1, 64), (8, 4, 64), (3, 5, 80)):
         constants = {"WORLD": world, "INTERLEAVE": interleave, "PAGE_SIZE": page_size, "TILE": BLOCK}
-        name = f"w{world}-i{interleave}-p{page_size}"
-        yield AotConfiguration(name, _selected_slots_kernel, pointers | SIZES, constants, {"num_warps": NUM_WARPS})
+        name, options = f"w{world}-i{interleave}-p{page_size}", {"num_warps": NUM_WARPS}
+        whole = constants | {"counts_ptr": None}
+        yield AotConfiguration(f"{name}-in-place", _selected_slots_kernel, pointers | SIZES, whole, options)
+        packed = pointers | {"counts_ptr": "*i32"} | SIZES
+        yield AotConfiguration(f"{name}-packed", _selected_slots_kernel, packed, constants, options)

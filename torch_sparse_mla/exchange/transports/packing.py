@@ -33,12 +33,13 @@ def outgoing(call: ExchangeCall, places: torch.Tensor) -> list[torch.Tensor]:
     """What each rank gets of this one: [layers, records, record_bytes]."""
     world = call.channel.world
     if call.channel.configuration.scatter:
-        return [_owned_records(call, places, receiver * len(places)) for receiver in range(world)]
-    return [_owned_records(call, places, 0)] * world
+        return [owned_records(call, places, receiver * len(places)) for receiver in range(world)]
+    return [owned_records(call, places)] * world
 
 
-def _owned_records(call: ExchangeCall, places: torch.Tensor, skipped: int) -> torch.Tensor:
-    """The records of the slots behind the first `skipped`. A slot that the cache lacks gives zeros."""
+def owned_records(call: ExchangeCall, places: torch.Tensor, skipped: int = 0) -> torch.Tensor:
+    """This rank's records as they go out, those of the slots behind the first `skipped`: [layers, records,
+    record_bytes]. A slot that the cache lacks gives zeros."""
     pages, page_size, record_bytes = call.caches[0].shape
     capacity = call.channel.capacity_per_request
     begins = _offsets(call)[:, call.channel.rank]
