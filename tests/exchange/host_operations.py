@@ -2,6 +2,7 @@
 
 import contextlib
 import ctypes
+import functools
 import threading
 import time
 from types import SimpleNamespace
@@ -14,6 +15,7 @@ from torch_sparse_mla.exchange.transports.stream_operations import Await
 from .cases import make_world
 
 DEADLINE_S = 30
+ABSENT, FORCED = 0, 2
 
 
 class HostOperations:
@@ -104,4 +106,10 @@ def message_world(shape, transport, **arguments):
             memory = nccl._memory(channel, layout)
             host_nccl = HostNccl(channel.rank, given)
             channel.transport = nccl.NcclTransport(channel, memory, layout, HostOperations(), host_nccl)
+        channel.transport.force_flags = functools.partial(force_flags, channel.transport.signals)
     return world
+
+
+def force_flags(signals):
+    """For the watchdog's thread: the interpreter runs kernels of one thread at a time."""
+    signals.masked_fill_(signals == ABSENT, FORCED)

@@ -24,6 +24,8 @@ SIZES = {"name": "sizes", "capacity_records": 8, "record_bytes": 16, "layers": 3
         ("record_bytes", 16.0, "from 1 to 65536"),
         ("layers", 0, "an integer from 1 to"),
         ("requests", 9, "an integer from 1 to 8"),
+        ("expected_records", 0, "an integer from 1 to 8"),
+        ("expected_records", 9, "an integer from 1 to 8"),
         ("timeout_s", 0, "above 0"),
         ("timeout_s", "1", "above 0"),
         ("name", 7, "a string that is not empty"),

@@ -147,17 +147,18 @@ def test_ranks_at_different_steps_fail_together(tmp_path):
         assert "rank 0 is at step 'step 0', rank 1 at step 'step 1'" in error
 
 
-def on_cuda_alone(rank, shape):
+def on_cuda(rank, shape):
     with pytest.raises(ValueError) as caught:
         group.ProcessRank.device = lambda self, asked: torch.device("cuda", 0)
         with mock.patch("torch.cuda.is_current_stream_capturing", return_value=False):
-            make_channel(shape, dist.group.WORLD, "c", transport="collective")
+            make_channel(shape, dist.group.WORLD, "c", transport="loopback")
     return str(caught.value)
 
 
-def test_collective_is_refused_on_cuda(tmp_path):
-    for error in run_ranks(1, on_cuda_alone, tmp_path, Shape(world=1)):
-        assert "'transport': got 'collective'; allowed: for a gloo group of 1 on cuda: auto or direct" in error
+def test_transports_of_processes_on_cuda(tmp_path):
+    for error in run_ranks(1, on_cuda, tmp_path, Shape(world=1)):
+        allowed = "auto or direct or ce or collective"
+        assert f"'transport': got 'loopback'; allowed: for a gloo group of 1 on cuda: {allowed}" in error
 
 
 def without_peer_memory(rank, shape):

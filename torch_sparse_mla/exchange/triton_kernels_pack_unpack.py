@@ -20,7 +20,6 @@ from .triton_kernels import (
     START_BEFORE_WAIT,
     START_BLOCKS,
     STARTED,
-    TAG,
     TIMED_OUT,
     WAIT_BEFORE_START,
     WAIT_BLOCKS,
@@ -149,19 +148,16 @@ def _pack_kernel(
     host_error = tl.load(memory + world)
     flags = _int32(memory, tl.load(memory) + flags_16)
     if _is_refused(state, memory, host_error, tag, rank, NATIVE):
-        _let_pass(state, flags, tag, world)
         return
     started = tl.load(state + STARTED)
     if started != tl.load(state + WAITED):
-        _record_error(state, memory, host_error, START_BEFORE_WAIT, rank, started, NATIVE)
-        _let_pass(state, flags, tag, world)
+        _give_up(state, memory, host_error, START_BEFORE_WAIT, rank, started, flags, world, NATIVE)
         return
     epoch = started + 1
     if LEAVE:
         withheld = _first_forced(flags + world, rank, world)
         if withheld != rank:
-            _record_error(state, memory, host_error, TIMED_OUT, withheld, epoch, NATIVE)
-            _let_pass(state, flags, tag, world)
+            _give_up(state, memory, host_error, TIMED_OUT, withheld, epoch, flags, world, NATIVE)
             return
     cache = _units(_choose(layer, cache_0, cache_1, cache_2, cache_3), UNIT)
     workspace = _units(_choose(layer, workspace_0, workspace_1, workspace_2, workspace_3), UNIT)
@@ -249,19 +245,16 @@ def _unpack_kernel(
     host_error = tl.load(memory + world)
     flags = _int32(memory, own + flags_16)
     if _is_refused(state, memory, host_error, tag, rank, NATIVE):
-        _let_pass(state, flags, tag, world)
         return
     waited = tl.load(state + WAITED)
     epoch = waited + 1
     if tl.load(state + STARTED) == waited:
-        _record_error(state, memory, host_error, WAIT_BEFORE_START, rank, waited, NATIVE)
-        _let_pass(state, flags, tag, world)
+        _give_up(state, memory, host_error, WAIT_BEFORE_START, rank, waited, flags, world, NATIVE)
         return
     digest = _plan_digest(owner_offsets, requests * (world + 1))
     failed, culprit = _failure(memory, flags, own, message_16, rank, world, epoch, call_layers, digest)
     if failed != 0:
-        _record_error(state, memory, host_error, failed, culprit, epoch, NATIVE)
-        _let_pass(state, flags, tag, world)
+        _give_up(state, memory, host_error, failed, culprit, epoch, flags, world, NATIVE)
         return
     workspace = _units(_choose(layer, workspace_0, workspace_1, workspace_2, workspace_3), UNIT)
     distance = 1 + (first_layer + layer).to(tl.int64) * message_layer_16
@@ -358,12 +351,12 @@ def _first_forced(flags, rank, world):
 
 
 @triton.jit
-def _let_pass(state, flags, tag, world):
-    """After an error no stream ever waits here again, a replayed graph included. Flags are written by nobody else but
-    peers, who only write that they came."""
-    if tl.load(state + TAG) == tag:
-        for flag in range(2 * world):
-            tl.store(flags + flag, tl.full((), 0, tl.int32) + FORCED)
+def _give_up(state, memory, host_error, code, peer, epoch, flags, world, NATIVE: tl.constexpr):
+    """Record the error. From then on no stream waits here, in a replay either: nobody takes back a forced flag, and all
+    that peers write is that they came."""
+    _record_error(state, memory, host_error, code, peer, epoch, NATIVE)
+    for flag in range(2 * world):
+        tl.store(flags + flag, tl.full((), 0, tl.int32) + FORCED)
 
 
 @triton.jit

@@ -72,7 +72,7 @@ class PackedTransport(PeerTransport):
     Attributes:
         leave: whether a message needs the leave of the peer that it goes to, given when the last one is unpacked.
         message: the outgoing message.
-        flags: int32 [2, world], this rank's.
+        signals: int32 [2, world], the flags of this rank.
         open: the captures (0: none) in which an exchange is started and not waited for. A graph begins and ends with
             none open, or CUDA refuses it, so this is known here.
     """
@@ -97,7 +97,11 @@ class PackedTransport(PeerTransport):
         return {"message": f"{layout.message_of(sizes.layers)} bytes to each rank: {fits}"}
 
     def release(self) -> None:
-        """End every wait of this rank, from beside its streams."""
+        """End every wait of this rank."""
+        self.force_flags()
+
+    def force_flags(self) -> None:
+        """From beside the streams that wait."""
         with self.operations.beside():
             kernels._release_kernel[(1,)](self.signals, self.signals.numel(), num_warps=1)
 
