@@ -379,3 +379,18 @@ def buffers_of(strategy) -> dict[str, int]:
                 if isinstance(tensor, torch.Tensor) and key not in ("given", "current"):
                     found[f"{name}.{key}.{number}"] = tensor.untyped_storage().data_ptr()
     return found
+
+
+def test_owner_merge_walks_over_its_own_slots_alone(generator):
+    model = Model(Shape(world=3), generator)
+    fill_context(model)
+    ranks = make_ranks(model.shape, "owner_merge")
+    lengths = step_lengths(model.shape, 0)
+    topk = select(model.shape, lengths, generator)
+    visible = ((topk >= 0) & (topk < lengths.unsqueeze(1))).sum(1)
+    run_step(model, 0, lambda layer, *rest: layer_steps(model, ranks, layer, *rest), topk=topk)
+    counts = torch.stack([rank.strategy.counts.view(3, -1)[0] for rank in ranks])
+    assert torch.equal(counts.sum(0), visible) and (counts > 0).any(1).all()
+    for rank in ranks:
+        assert rank.strategy.counts.view(3, -1).unique(dim=0).shape[0] == 1
+    close(ranks)
