@@ -8,6 +8,8 @@ from ..decode import contract as decode_contract
 from ..decode import reference as decode_reference
 from ..exchange import contract as exchange_contract
 from ..exchange import reference as exchange_reference
+from ..gather import contract as gather_contract
+from ..gather import reference as gather_reference
 from ..records import contract as records_contract
 from ..records import reference as records_reference
 from ..selection import contract as selection_contract
@@ -15,6 +17,7 @@ from ..selection import reference as selection_reference
 
 NAMESPACE = "torch_sparse_mla"
 
+_GATHER_SCHEMA = "(Tensor cache, Tensor plan, Tensor(a!) gathered, Tensor(b!) state, str channel) -> ()"
 _EXCHANGE_SCHEMA = "(Tensor[] caches, Tensor plan, Tensor(a!)[] workspaces, Tensor(b!) state, str channel) -> ()"
 
 
@@ -121,6 +124,47 @@ OPS: dict[str, Op] = {
             reference=exchange_reference.ce_exchange_wait,
             check=exchange_contract.check_ce_exchange_wait,
             triton="exchange.triton_kernels:ce_exchange_wait",
+        ),
+        Op(
+            name="c4_plan_gather",
+            schema=(
+                "(Tensor lengths, Tensor row_starts, Tensor block_table, Tensor(a!) plan, int requests, int rows, "
+                "int capacity, int page_size, int interleave, int rank, int world) -> ()"
+            ),
+            reference=gather_reference.c4_plan_gather,
+            check=gather_contract.check_c4_plan_gather,
+            triton="gather.triton_kernels:c4_plan_gather",
+        ),
+        Op(
+            name="c4_prefill_gather",
+            schema=_GATHER_SCHEMA,
+            reference=gather_reference.c4_prefill_gather,
+            check=gather_contract.check_c4_prefill_gather,
+            triton="gather.triton_kernels:c4_prefill_gather",
+        ),
+        Op(
+            name="c4_prefill_gather_start",
+            schema=_GATHER_SCHEMA,
+            reference=gather_reference.c4_prefill_gather_start,
+            check=gather_contract.check_c4_prefill_gather_start,
+            triton="gather.triton_kernels:c4_prefill_gather_start",
+        ),
+        Op(
+            name="c4_prefill_gather_wait",
+            schema=_GATHER_SCHEMA,
+            reference=gather_reference.c4_prefill_gather_wait,
+            check=gather_contract.check_c4_prefill_gather_wait,
+            triton="gather.triton_kernels:c4_prefill_gather_wait",
+        ),
+        Op(
+            name="c4_remap",
+            schema=(
+                "(Tensor topk, Tensor plan, Tensor(a!) slots, Tensor(b!) counts, int requests=1, int rows=0, "
+                "int interleave=1, int world=1) -> ()"
+            ),
+            reference=gather_reference.c4_remap,
+            check=gather_contract.check_c4_remap,
+            triton="gather.triton_kernels:c4_remap",
         ),
     )
 }
