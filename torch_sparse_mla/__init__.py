@@ -21,6 +21,9 @@ from .gather.api import (
 )
 from .gather.policy import GatherChoice, GatherCosts, GatherPolicy
 from .gather.workspace import GatherSlot, LaneBytes, Workspace, lane_bytes
+from .indexer import exact_index_queries, quantise_index_queries
+from .indexer.api import c4_merge_pools, c4_select, c4_write_index_keys
+from .indexer.contract import c4_select_workspace_bytes
 from .records import LAYOUTS, RecordLayout, dequantise_records, quantise_records
 from .records.api import read_ckv_records, write_ckv_records
 from .selection import SelectionPlan, selection_plan_words
@@ -46,11 +49,15 @@ __all__ = [
     "RecordLayout",
     "SelectionPlan",
     "Workspace",
+    "c4_merge_pools",
     "c4_plan_gather",
     "c4_prefill_gather",
     "c4_prefill_gather_start",
     "c4_prefill_gather_wait",
     "c4_remap",
+    "c4_select",
+    "c4_select_workspace_bytes",
+    "c4_write_index_keys",
     "causal_lengths",
     "ce_exchange",
     "ce_exchange_layers",
@@ -58,11 +65,13 @@ __all__ = [
     "ce_exchange_wait",
     "current_token_slots",
     "dequantise_records",
+    "exact_index_queries",
     "explain",
     "gather_capacity",
     "lane_bytes",
     "merge_partial_attention",
     "plan_selection",
+    "quantise_index_queries",
     "quantise_records",
     "read_ckv_records",
     "run_loopback",

@@ -10,6 +10,8 @@ from ..exchange import contract as exchange_contract
 from ..exchange import reference as exchange_reference
 from ..gather import contract as gather_contract
 from ..gather import reference as gather_reference
+from ..indexer import contract as indexer_contract
+from ..indexer import reference as indexer_reference
 from ..records import contract as records_contract
 from ..records import reference as records_reference
 from ..selection import contract as selection_contract
@@ -124,6 +126,35 @@ OPS: dict[str, Op] = {
             reference=exchange_reference.ce_exchange_wait,
             check=exchange_contract.check_ce_exchange_wait,
             triton="exchange.triton_kernels:ce_exchange_wait",
+        ),
+        Op(
+            name="c4_write_index_keys",
+            schema=(
+                "(Tensor keys, Tensor gates, Tensor bias, Tensor row_starts, Tensor starts, Tensor ring_rows, "
+                "Tensor block_table, Tensor(a!) ring, Tensor(b!) pools, int page_size, int interleave, int rank, "
+                "int world, int drafts=0) -> ()"
+            ),
+            reference=indexer_reference.c4_write_index_keys,
+            check=indexer_contract.check_c4_write_index_keys,
+            triton="indexer.triton_kernels:c4_write_index_keys",
+        ),
+        Op(
+            name="c4_select",
+            schema=(
+                "(Tensor q, Tensor weights, Tensor pools, Tensor block_table, Tensor row_requests, Tensor positions, "
+                "Tensor(a!) candidates, Tensor(b!) workspace, int page_size, int interleave, int rank, int world) "
+                "-> ()"
+            ),
+            reference=indexer_reference.c4_select,
+            check=indexer_contract.check_c4_select,
+            triton="indexer.triton_kernels:c4_select",
+        ),
+        Op(
+            name="c4_merge_pools",
+            schema="(Tensor candidates, Tensor positions, Tensor(a!) topk, Tensor(b!) counts) -> ()",
+            reference=indexer_reference.c4_merge_pools,
+            check=indexer_contract.check_c4_merge_pools,
+            triton="indexer.triton_kernels:c4_merge_pools",
         ),
         Op(
             name="c4_plan_gather",
