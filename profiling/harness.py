@@ -9,10 +9,10 @@ import torch
 from torch_sparse_mla import explain
 
 from . import results
-from .shapes import DecodeShape, ExchangeShape, PlanShape, RecordShape
+from .shapes import DecodeShape, ExchangeShape, GatherShape, PlanShape, RecordShape, SelectShape
 from .timing import Contender, Timing, copy_tb_per_s, host_call_us, time_contenders, warm_up
 
-Shape = DecodeShape | RecordShape | PlanShape | ExchangeShape
+Shape = DecodeShape | RecordShape | PlanShape | ExchangeShape | GatherShape | SelectShape
 NOT_MEASURED = "available, not measured"
 # Fields that a line of the printed table names, with their values.
 SIZES = ("rows", "tokens", "heads", "topk", "record_bytes", "layers", "world")
@@ -124,7 +124,7 @@ def _describe(fields: dict) -> str:
     shape = [fields.get("layout"), fields.get("op")]
     shape += [
         f"{fields[key]} {key}"
-        for key in ("rows", "tokens", "heads", "topk", "record_bytes", "layers", "world")
+        for key in ("rows", "context", "tokens", "heads", "topk", "record_bytes", "layers", "world")
         if key in fields
     ]
     if fields.get("rows_per_request", 1) > 1:

@@ -62,7 +62,8 @@ def test_bytes_are_those_of_the_device():
         workspace.reserve()
     allocated = torch.cuda.memory_allocated() - before
     predicted = sum(workspace.bytes for workspace in workspaces)
-    assert predicted <= allocated < predicted + 2**16
+    # The allocator rounds a large block up to 2 MiB: slabs together, and of each rank a gathered buffer and a plan.
+    assert predicted <= allocated < predicted + 5 * 2**21
     for workspace in workspaces:
         workspace.close()
 

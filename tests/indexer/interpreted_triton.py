@@ -1,6 +1,7 @@
 """The Triton kernels in Triton's interpreter, against the models. Run by `tests/test_triton_interpreted.py`.
 
-Programs run one after another and their lanes in step, so what barriers are for does not show here.
+Programs run one after another and their lanes in step, so what barriers are for does not show here. The interpreter
+multiplies bfloat16 wrongly: the exact form in bfloat16 is selected from on a GPU only, by the same code as float32.
 """
 
 import os
@@ -50,22 +51,29 @@ def test_write_skips_padded_requests_and_missing_pages():
     assert torch.equal(case.ring[0], poisoned(tuple(case.ring[0].shape), torch.float32))
 
 
-@every_form
-@pytest.mark.parametrize("world, lists, num_pools", [(1, 1, 16), (2, 1, 5), (1, 3, 40)])
+@pytest.mark.parametrize("form", ["serving", "fp32"])
+@pytest.mark.parametrize("world, lists, num_pools", [(1, 1, 16), (2, 2, 40)])
 def test_select_matches_model(form, world, lists, num_pools):
-    rows = ((0, 1_639), (0, 1_200), (1, 13), (-1, -1))
+    rows = ((0, 799), (0, 600), (1, 13), (-1, -1))
     sizes = {"num_pools": num_pools, "world": world, "rank": world - 1, "lists": lists, "page_size": 256}
-    case = select_case(form, (410, 20), rows, **sizes)
+    case = select_case(form, (200, 20), rows, **sizes)
     arguments = case.args(gap=64)
     triton_kernels.c4_select(*arguments)
     assert decoded(arguments[6]) == case.expected()
 
 
+def not_native(function):
+    """The form of a GPU that multiplies e4m3, but for the multiplication, which the interpreter lacks."""
+    return lambda *arguments: function(*arguments) | {"NATIVE": False}
+
+
 def test_select_of_rows_that_share_a_program(monkeypatch):
     monkeypatch.setattr(triton_kernels, "MANY_ROWS", 2)
-    rows = ((0, 900), (0, 899), (1, 200), (-1, -1), (2, 8), (2, 70), (0, 30))
-    case = select_case("serving", (230, 60, 20), rows, heads=32, lists=2)
+    rows = ((0, 599), (1, 200), (-1, -1), (2, 70), (0, 30))
+    case = select_case("serving", (150, 60, 20), rows, heads=32)
     arguments = case.args()
+    monkeypatch.setattr(triton_kernels, "capability_of", lambda device: 90)
+    monkeypatch.setattr(triton_kernels, "select_form", not_native(triton_kernels.select_form))
     assert triton_kernels.select_form(torch.uint8, len(rows), 32, 16, 90)["ROWS"] > 2
     triton_kernels.c4_select(*arguments)
     assert decoded(arguments[6]) == case.expected()
@@ -73,7 +81,7 @@ def test_select_of_rows_that_share_a_program(monkeypatch):
 
 def test_select_whose_scores_rise():
     """Every pool passes the threshold: what is kept overflows with each tile."""
-    case = select_case("serving", (600,), ((0, 2_399), (0, 2_000)), num_pools=100, rising=True)
+    case = select_case("serving", (300,), ((0, 1_199),), num_pools=100, rising=True)
     arguments = case.args()
     triton_kernels.c4_select(*arguments)
     assert decoded(arguments[6]) == case.expected()

@@ -232,6 +232,7 @@ def test_rejects(implementation, position, change, argument, allowed):
     "form, change, argument, allowed",
     [
         ("serving", {"page_size": 128}, "page_size", "a multiple of 256 tokens, an index page"),
+        ("fp32", {"page_size": 128}, "page_size", "a multiple of 256 tokens, an index page"),
         ("fp32", {"world": 2, "interleave": 2}, "interleave", "or a pool is split between ranks"),
         ("fp32", {"world": 2, "interleave": 6, "page_size": 252}, "interleave", "a multiple of 4"),
     ],

@@ -45,7 +45,7 @@ def c4_write_index_keys(
             `p % slots`. Slots are a multiple of 4, and `drafts + 3` or more.
         pools: uint8 [pages, page_size / 256 * 8448] (serving form: bfloat16, Hadamard transform, bfloat16, e4m3 with
             one power-of-two scale), or float32 or bfloat16 [pages, page_size / 4, 128] (exact form). Page stride free.
-        page_size: tokens in a page of this rank.
+        page_size: tokens in a page of this rank, a multiple of 256 (64 pools).
         interleave, rank, world: the DCP geometry; the interleave is a multiple of 4 where there are several ranks.
         drafts: the most tokens at the end of a request's part that may be rejected later.
     Raises: ValueError for an argument that does not fit. Nothing is written then.

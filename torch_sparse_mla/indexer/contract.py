@@ -159,13 +159,9 @@ def check_c4_merge_pools(
 def check_pools(op: str, pools: torch.Tensor, page_size: int) -> None:
     """Pages of pooled keys in the serving form (uint8) or the exact one, with any page stride."""
     check_dtype(op, "pools", pools, (torch.uint8, *EXACT_DTYPES))
-    if pools.dtype == torch.uint8:
-        if page_size % TOKENS_PER_INDEX_PAGE:
-            allowed = f"a multiple of {TOKENS_PER_INDEX_PAGE} tokens, an index page, in the serving form"
-            reject(op, "page_size", page_size, allowed)
-        shape = (index_bytes(page_size),)
-    else:
-        shape = (page_size // POOL_TOKENS, HEAD_DIM)
+    if page_size % TOKENS_PER_INDEX_PAGE:
+        reject(op, "page_size", page_size, f"a multiple of {TOKENS_PER_INDEX_PAGE} tokens, an index page")
+    shape = (index_bytes(page_size),) if pools.dtype == torch.uint8 else (page_size // POOL_TOKENS, HEAD_DIM)
     if pools.dim() != 1 + len(shape) or tuple(pools.shape[1:]) != shape:
         reject(op, "pools", f"shape {list(pools.shape)}", f"shape [pages, {', '.join(map(str, shape))}]")
     inner = 1

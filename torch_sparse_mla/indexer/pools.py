@@ -3,6 +3,7 @@
 Serving form, uint8 [pages, page_size / 256 * 8448]: index pages of 64 pools (256 tokens) each, 64 x 128 e4m3 codes and
 then 64 fp32 scales. It may be the tail of a page of records, so that the page stride is free.
 Exact form, float [pages, page_size / 4, 128]: the keys themselves.
+In both a page holds whole index pages: its size is a multiple of 256 tokens.
 
 A candidate is an int64 whose order is the order of selection, so that lists of them merge by comparing numbers: the
 score in the upper 32 bits, mapped so that integers compare as the scores do; in the lower 32, `2**31 - 1 - pool`, so

@@ -98,7 +98,7 @@ def c4_write_index_keys(
             blocks,
             len(pools),
             block_table.stride(0),
-            pools.stride(0),
+            pools.stride(0) * pools.element_size() // 16,
             rank,
             WORLD=world,
             INTERLEAVE=interleave,
@@ -158,7 +158,7 @@ def c4_select(
             blocks,
             len(pools),
             block_table.stride(0),
-            pools.stride(0),
+            pools.stride(0) * pools.element_size() // 16,
             rank,
             WORLD=world,
             INTERLEAVE=interleave,
@@ -170,10 +170,12 @@ def c4_select(
 def select_form(dtype: torch.dtype, rows: int, heads: int, num_pools: int, capability: int) -> dict[str, int]:
     """Constants and options of `_select_kernel`: of static sizes alone."""
     kept, native = kept_candidates(num_pools), capability >= 89
-    # Heads of all rows of a program; decoded codes take registers too.
-    most = MAX_HEADS_TOGETHER if native or dtype != torch.uint8 else MAX_HEADS_TOGETHER // 2
-    together = max(min(most // heads, MAX_SORTED // kept), 1) if rows >= MANY_ROWS and dtype != torch.float32 else 1
-    warps = 8 if together > 1 or dtype == torch.float32 else 4
+    # Keys pass through registers where they are decoded, multiplied in parts, or the tensor cores take them from there.
+    is_decoded = dtype == torch.uint8 and not native
+    share = rows >= MANY_ROWS and dtype != torch.float32 and not is_decoded
+    together = min(MAX_HEADS_TOGETHER // heads, MAX_SORTED // kept) if share else 1
+    few = together == 1 and dtype != torch.float32 and capability >= 89
+    warps = 16 if is_decoded else 4 if few else 8
     return {"HEADS": heads, "ROWS": together, "KEPT": kept, "NATIVE": native, "num_warps": warps, "num_stages": 2}
 
 
@@ -205,7 +207,7 @@ WRITE_SIZES = [
     "num_blocks",
     "num_pages",
     "block_table_stride",
-    "page_stride",
+    "page_stride_16",
     "rank",
 ]
 SELECT_SIZES = [
@@ -215,7 +217,7 @@ SELECT_SIZES = [
     "num_blocks",
     "num_pages",
     "block_table_stride",
-    "page_stride",
+    "page_stride_16",
     "rank",
 ]
 MERGE_SIZES = ["lists", "rows", "num_pools"]
@@ -239,7 +241,7 @@ def _write_kernel(
     num_blocks: tl.int32,
     num_pages: tl.int32,
     block_table_stride: tl.int64,
-    page_stride: tl.int64,
+    page_stride_16: tl.int64,
     rank: tl.int32,
     WORLD: tl.constexpr,
     INTERLEAVE: tl.constexpr,
@@ -281,7 +283,7 @@ def _write_kernel(
     mine = whole & (run % WORLD == rank) & (block < num_blocks)
     page = tl.load(block_table_ptr + request.to(tl.int64) * block_table_stride + block, mask=mine, other=-1)
     mine = mine & (page >= 0) & (page < num_pages)
-    pages_ptr = pools_ptr + page.to(tl.int64) * page_stride
+    pages_ptr = _page(pools_ptr, page, page_stride_16)
     _store_pools(pages_ptr, local % (PAGE_SIZE // POOL), pooled, mine, POOLS)
 
     # By the first program alone, and after every thread has read what the ring held.
@@ -292,6 +294,13 @@ def _write_kernel(
             place = (start + offset) % ring_slots * (2 * DIM) + channel
             tl.store(ring_ptr + place, tl.load(keys_ptr + token))
             tl.store(ring_ptr + DIM + place, tl.load(gates_ptr + token))
+
+
+@triton.jit
+def _page(pools_ptr, page, page_stride_16):
+    # The factor of 16 tells the compiler that pages are aligned, so that it emits wide loads.
+    at = pools_ptr.to(tl.pointer_type(tl.uint8)) + page.to(tl.int64) * page_stride_16 * 16
+    return at.to(pools_ptr.dtype)
 
 
 @triton.jit
@@ -367,7 +376,7 @@ def _select_kernel(
     num_blocks: tl.int32,
     num_pages: tl.int32,
     block_table_stride: tl.int64,
-    page_stride: tl.int64,
+    page_stride_16: tl.int64,
     rank: tl.int32,
     WORLD: tl.constexpr,
     INTERLEAVE: tl.constexpr,
@@ -386,7 +395,7 @@ def _select_kernel(
     visible = tl.minimum(visible.to(tl.int64), num_blocks.to(tl.int64) * (PAGE_SIZE // POOL)).to(tl.int32)
     queries, weights = _load_queries(q_ptr, weights_ptr, rows, HEADS, ROWS, NATIVE)
     list_row = tl.program_id(1).to(tl.int64) * rows + row
-    kept_ptr = workspace_ptr.to(tl.pointer_type(tl.int64)) + list_row[:, None] * KEPT
+    kept_ptr = workspace_ptr.to(tl.pointer_type(tl.int64)) + list_row * KEPT
     count = tl.zeros([ROWS], tl.int32)
     threshold = tl.full([ROWS], ABSENT, tl.int64)
     # One more turn, without any pool, sorts what is left: a second sort would double the code.
@@ -397,30 +406,27 @@ def _select_kernel(
         most = tl.max(mine)
         begin = tl.where(current > last, 0, tl.program_id(1) * TILE)
         for first in range(begin, tl.where(current > last, 1, most), tl.num_programs(1) * TILE):
-            pool = first + tl.arange(0, TILE)
-            page = tl.load(table_ptr + pool // (PAGE_SIZE // POOL), mask=pool < most, other=-1)
-            present = (page >= 0) & (page < num_pages)
-            pages_ptr = pools_ptr + page.to(tl.int64) * page_stride
-            local = pool % (PAGE_SIZE // POOL)
+            at, present = _places(table_ptr, first, most, num_pages, page_stride_16, pools_ptr, PAGE_SIZE)
             if pools_ptr.dtype.element_ty == tl.float32:
-                products = _exact_products(q_ptr, rows * HEADS, pages_ptr + local * DIM, present, ROWS * HEADS)
+                products = _exact_products(q_ptr, rows * HEADS, pools_ptr + at, present, ROWS * HEADS)
                 scale = tl.full([TILE], 1.0, tl.float32)
             else:
-                keys, scale = _load_keys(pages_ptr, local, present, NATIVE)
-                products = tl.dot(queries, tl.trans(keys))
-            weighted = tl.maximum(products, 0.0) * weights[:, None]
-            scores = tl.sum(tl.reshape(weighted, [ROWS, HEADS, TILE]), 1) * scale[None, :]
+                keys, scale = _load_keys(pools_ptr, at, present, NATIVE)
+                products = tl.dot(keys, tl.trans(queries))
+            weighted = tl.maximum(products, 0.0) * weights[None, :]
+            scores = tl.sum(tl.reshape(weighted, [TILE, ROWS, HEADS]), 2) * scale[:, None]
+            pool = first + tl.arange(0, TILE)
             candidate = _candidates(scores, _global_pool(pool, rank, WORLD, INTERLEAVE))
-            keep = present[None, :] & (pool[None, :] < mine[:, None]) & (candidate > threshold[:, None])
-            place = count[:, None] + tl.cumsum(keep.to(tl.int32), 1) - 1
-            tl.store(kept_ptr + place, candidate, mask=keep)
-            count += tl.sum(keep.to(tl.int32), 1)
+            keep = present[:, None] & (pool[:, None] < mine[None, :]) & (candidate > threshold[None, :])
+            place = count[None, :] + tl.cumsum(keep.to(tl.int32), 0) - 1
+            tl.store(kept_ptr[None, :] + place, candidate, mask=keep)
+            count += tl.sum(keep.to(tl.int32), 0)
             if (tl.max(count) > KEPT - TILE) | (current > last):
                 best = _sorted(kept_ptr, count, KEPT)
                 column = tl.arange(0, KEPT)[None, :]
                 stored = (row < rows)[:, None] & (column < num_pools)
                 # Behind the last row lies what another list keeps.
-                tl.store(kept_ptr + column, best, mask=stored)
+                tl.store(kept_ptr[:, None] + column, best, mask=stored)
                 if current > last:
                     tl.store(candidates_ptr + list_row[:, None] * num_pools + column, best, mask=stored)
                 threshold = tl.max(tl.where(column == num_pools - 1, best, ABSENT), 1)
@@ -436,35 +442,62 @@ def _load_queries(q_ptr, weights_ptr, rows, HEADS: tl.constexpr, ROWS: tl.conste
 
 
 @triton.jit
+def _places(table_ptr, first, most, num_pages, page_stride_16, pools_ptr, PAGE_SIZE: tl.constexpr):
+    """Where the keys of a tile of pools lie, in elements, and which pools have a page.
+
+    A page holds whole index pages, so that half a tile lies in one index page and has one address.
+    """
+    # A scalar also where the interpreter counts loops with Python's numbers.
+    first = tl.full((), 0, tl.int32) + first
+    pool = tl.arange(0, TILE)
+    lower, has_lower = _index_page(table_ptr, first, most, num_pages, page_stride_16, pools_ptr, PAGE_SIZE)
+    middle = first + INDEX_PAGE_POOLS
+    upper, has_upper = _index_page(table_ptr, middle, most, num_pages, page_stride_16, pools_ptr, PAGE_SIZE)
+    is_lower = pool < INDEX_PAGE_POOLS
+    at = tl.where(is_lower, lower, upper) + pool % INDEX_PAGE_POOLS * DIM
+    return at, (is_lower & has_lower) | ((pool >= INDEX_PAGE_POOLS) & has_upper)
+
+
+@triton.jit
+def _index_page(table_ptr, pool, most, num_pages, page_stride_16, pools_ptr, PAGE_SIZE: tl.constexpr):
+    """Where the 64 keys from `pool` on begin, in elements, and whether they have a page."""
+    per_page: tl.constexpr = PAGE_SIZE // POOL
+    page = tl.load(table_ptr + pool // per_page, mask=pool < most, other=-1)
+    # The factor of 16 tells the compiler that pages are aligned, so that it emits wide loads.
+    begin = page.to(tl.int64) * page_stride_16 * (128 // pools_ptr.dtype.element_ty.primitive_bitwidth)
+    if pools_ptr.dtype.element_ty == tl.uint8:
+        begin += pool % per_page // INDEX_PAGE_POOLS * INDEX_PAGE_BYTES
+    else:
+        begin += pool % per_page * DIM
+    return begin, (page >= 0) & (page < num_pages)
+
+
+@triton.jit
+def _load_keys(pools_ptr, at, present, NATIVE: tl.constexpr):
+    """Keys [tile, 128] as the dot product takes them, and their scales."""
+    keys = tl.load((pools_ptr + at)[:, None] + tl.arange(0, DIM)[None, :], mask=present[:, None], other=0)
+    if pools_ptr.dtype.element_ty == tl.uint8:
+        place = tl.arange(0, TILE) % INDEX_PAGE_POOLS
+        scale_at = at - place * DIM + (INDEX_PAGE_POOLS * DIM + place * 4)
+        scale = tl.load((pools_ptr + scale_at).to(tl.pointer_type(tl.float32)), mask=present, other=0.0)
+    else:
+        scale = tl.full([TILE], 1.0, tl.float32)
+    return _decoded(keys, NATIVE), scale
+
+
+@triton.jit
 def _exact_products(q_ptr, num_heads, keys_ptr, present, HEADS: tl.constexpr):
-    """float32 queries times float32 keys, a few channels at a time: whole ones do not fit into registers. Three
+    """float32 keys times float32 queries, a few channels at a time: whole ones do not fit into registers. Three
     products of tf32 parts lose nothing that a float32 sum would keep."""
     head = tl.program_id(0) * HEADS + tl.arange(0, HEADS)
     channel = tl.arange(0, CHANNELS)[None, :]
-    products = tl.zeros([HEADS, TILE], tl.float32)
+    products = tl.zeros([TILE, HEADS], tl.float32)
     for first in range(0, DIM, CHANNELS):
         offsets = head.to(tl.int64)[:, None] * DIM + first + channel
         queries = tl.load(q_ptr + offsets, mask=(head < num_heads)[:, None], other=0.0)
         keys = tl.load(keys_ptr[:, None] + first + channel, mask=present[:, None], other=0.0)
-        products = tl.dot(queries, tl.trans(keys), products, input_precision="tf32x3")
+        products = tl.dot(keys, tl.trans(queries), products, input_precision="tf32x3")
     return products
-
-
-@triton.jit
-def _load_keys(pages_ptr, local, present, NATIVE: tl.constexpr):
-    """Keys [tile, 128] as the dot product takes them, and their scales."""
-    channel = tl.arange(0, DIM)[None, :]
-    if pages_ptr.dtype.element_ty == tl.uint8:
-        index_page = local // INDEX_PAGE_POOLS * INDEX_PAGE_BYTES
-        place = local % INDEX_PAGE_POOLS
-        codes = tl.load((pages_ptr + index_page + place * DIM)[:, None] + channel, mask=present[:, None], other=0)
-        scale_ptr = pages_ptr + index_page + INDEX_PAGE_POOLS * DIM + place * 4
-        scale = tl.load(scale_ptr.to(tl.pointer_type(tl.float32)), mask=present, other=0.0)
-        keys = _decoded(codes, NATIVE)
-    else:
-        keys = tl.load((pages_ptr + local * DIM)[:, None] + channel, mask=present[:, None], other=0.0)
-        scale = tl.full([TILE], 1.0, tl.float32)
-    return keys, scale
 
 
 @triton.jit
@@ -486,15 +519,15 @@ def _candidates(scores, pool):
     bits = scores.to(tl.int32, bitcast=True)
     ordered = tl.where(bits < 0, bits ^ MAGNITUDE, bits).to(tl.int64)
     # All bits of a pool number turned over are MAX_POOL less it.
-    return (ordered << 32) | (pool ^ MAX_POOL).to(tl.int64)[None, :]
+    return (ordered << 32) | (pool ^ MAX_POOL).to(tl.int64)[:, None]
 
 
 @triton.jit
 def _sorted(kept_ptr, count, KEPT: tl.constexpr):
-    """What was kept, the largest first; `ABSENT` behind it. Barriers, because other threads stored and will store."""
+    """[rows, KEPT]: what was kept, the largest first, `ABSENT` behind it. Other threads stored it and will store."""
     tl.debug_barrier()
     column = tl.arange(0, KEPT)[None, :]
-    values = tl.load(kept_ptr + column, mask=column < count[:, None], other=ABSENT, cache_modifier=".cg")
+    values = tl.load(kept_ptr[:, None] + column, mask=column < count[:, None], other=ABSENT, cache_modifier=".cg")
     tl.debug_barrier()
     return tl.sort(values, descending=True)
 
@@ -584,7 +617,7 @@ def _number_above(list_ptr, candidate, num_pools, PADDED: tl.constexpr):
 def aot_configurations(capability: int) -> AotConfigurations:
     """Both forms of pools, few rows and many, geometries of powers of two and one that is not."""
     table = {"block_table_ptr": "*i32"}
-    wide = ("block_table_stride", "page_stride")
+    wide = ("block_table_stride", "page_stride_16")
     for name, pools in (("serving", "*u8:16"), ("bf16", "*bf16:16"), ("fp32", "*fp32:16")):
         dtype = {"*u8:16": torch.uint8, "*bf16:16": torch.bfloat16, "*fp32:16": torch.float32}[pools]
         states = "*bf16:16" if name == "serving" else pools
