@@ -176,7 +176,9 @@ def select_form(dtype: torch.dtype, rows: int, heads: int, num_pools: int, capab
     together = min(MAX_HEADS_TOGETHER // heads, MAX_SORTED // kept) if share else 1
     few = together == 1 and dtype != torch.float32 and capability >= 89
     warps = 16 if is_decoded else 4 if few else 8
-    return {"HEADS": heads, "ROWS": together, "KEPT": kept, "NATIVE": native, "num_warps": warps, "num_stages": 2}
+    # Told a limit, ptxas does not spill below it.
+    options = {"num_warps": warps, "num_stages": 2, "maxnreg": 128 if warps == 16 else 255}
+    return {"HEADS": heads, "ROWS": together, "KEPT": kept, "NATIVE": native, **options}
 
 
 def c4_merge_pools(candidates: torch.Tensor, positions: torch.Tensor, topk: torch.Tensor, counts: torch.Tensor) -> None:
@@ -631,7 +633,7 @@ def aot_configurations(capability: int) -> AotConfigurations:
             yield AotConfiguration(f"write-{name}-w{world}", _write_kernel, signature, constants, WRITE_OPTIONS)
         for rows, heads, num_pools, world in ((1, 32, 512, 4), (4096, 32, 512, 4), (64, 64, 100, 1), (1, 16, 16, 3)):
             form = select_form(dtype, rows, heads, num_pools, capability)
-            options = {option: form.pop(option) for option in ("num_warps", "num_stages")}
+            options = {option: form.pop(option) for option in ("num_warps", "num_stages", "maxnreg")}
             sizes = {size: "i64" if size in wide else "i32" for size in SELECT_SIZES}
             signature = table | dict.fromkeys(UNALIGNED[4:], "*i32") | sizes
             signature |= {"q_ptr": pools, "weights_ptr": "*fp32:16", "pools_ptr": pools}
