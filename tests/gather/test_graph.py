@@ -1,4 +1,4 @@
-"""The gather's operators on the GPU in CUDA graphs: replays with other lengths, lists and records; no synchronisation."""
+"""The gather in CUDA graphs on the GPU: replays with other lengths, lists and records; no synchronisation."""
 
 import dataclasses
 
