@@ -100,7 +100,7 @@ def c4_prefill_gather_start(
             order.
         gathered: as for `c4_prefill_gather`; undefined until `c4_prefill_gather_wait`.
     Raises: as `c4_prefill_gather`; ExchangeError where the gather before was not waited for.
-    Capture, ranks: as `c4_prefill_gather`.
+    Capture: as `c4_prefill_gather`. Ranks: all.
     """
     torch.ops.torch_sparse_mla.c4_prefill_gather_start(cache, plan, gathered, state, _name(channel))
 
@@ -113,7 +113,7 @@ def c4_prefill_gather_wait(
     Args:
         cache, plan, gathered, state, channel: those of `c4_prefill_gather_start`, the plan unchanged.
     Raises: as `c4_prefill_gather`; ExchangeError where nothing was started.
-    Capture, ranks: as `c4_prefill_gather`.
+    Capture: as `c4_prefill_gather`. Ranks: all.
     """
     torch.ops.torch_sparse_mla.c4_prefill_gather_wait(cache, plan, gathered, state, _name(channel))
 
