@@ -11,14 +11,23 @@ from torch_sparse_mla import explain
 
 from . import results
 from .ranks import LoopbackRanks, ProcessRanks
-from .shapes import DecodeShape, ExchangeShape, PackShape, PlanShape, RecordShape, StepShape
+from .shapes import (
+    DecodeShape,
+    ExchangeShape,
+    GatherShape,
+    PackShape,
+    PlanShape,
+    RecordShape,
+    SelectShape,
+    StepShape,
+)
 from .timing import Contender, Timing, copy_tb_per_s, host_call_us, time_contenders, warm_up
 
-Shape = DecodeShape | RecordShape | PlanShape | ExchangeShape | PackShape | StepShape
+Shape = DecodeShape | RecordShape | PlanShape | ExchangeShape | PackShape | StepShape | GatherShape | SelectShape
 BY_COPY = "by copy"
 NOT_MEASURED = "available, not measured"
 # Fields that a line of the printed table names, with their values.
-SIZES = ("rows", "tokens", "records", "heads", "topk", "record_bytes", "layers", "world")
+SIZES = ("rows", "context", "tokens", "records", "heads", "topk", "record_bytes", "layers", "world")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -316,3 +316,98 @@ def pack_grid(quick: bool) -> list[PackShape]:
 def step_grid(worlds: Sequence[int], quick: bool) -> list[StepShape]:
     rows, layouts = (STEP_QUICK_ROWS, STEP_LAYOUTS[:1]) if quick else (EXCHANGE_ROWS, STEP_LAYOUTS)
     return [StepShape(r, MAIN_HEADS, MAIN_TOPK, layout, world) for world, layout, r in product(worlds, layouts, rows)]
+
+
+@dataclass(frozen=True)
+class GatherShape:
+    """One operator of a prefill gather for a chunk of `rows` query rows at the end of one prompt of `context` tokens.
+
+    `c4_prefill_gather` with world 1 is the packing alone; with more ranks all of them run on one device.
+    """
+
+    op: str
+    rows: int
+    context: int
+    world: int
+    layout: str = "fp8_mla_nope"
+
+    @property
+    def record_bytes(self) -> int:
+        return LAYOUTS[self.layout].record_bytes
+
+    @property
+    def bytes(self) -> int:
+        """Fewest bytes through memory: lists and slots once; records read once and written once on every rank."""
+        if self.op == "c4_remap":
+            return 2 * self.rows * C4_TOPK * INDEX_BYTES
+        if self.op == "c4_plan_gather":
+            return (self.context // self.world + 2 * self.rows) * INDEX_BYTES
+        return 2 * self.world * self.context * self.record_bytes
+
+    @property
+    def flops(self) -> int:
+        return 0
+
+    def fields(self) -> dict:
+        return {
+            "op": self.op,
+            "rows": self.rows,
+            "context": self.context,
+            "world": self.world,
+            "layout": self.layout,
+            "record_bytes": self.record_bytes,
+        }
+
+
+@dataclass(frozen=True)
+class SelectShape:
+    """One `c4_select` call of `rows` query rows at the end of one prompt of `context` tokens, on one rank."""
+
+    rows: int
+    context: int
+    heads: int = 32
+    pools: int = 512
+
+    @property
+    def visible(self) -> int:
+        """Pools that all rows see together."""
+        return sum(position // 4 for position in range(self.context - self.rows + 1, self.context + 1))
+
+    @property
+    def bytes(self) -> int:
+        """Fewest bytes through memory: queries, pooled keys and candidates once."""
+        query = self.heads * (C4_HEAD_DIM + FP32_BYTES)
+        return self.rows * (query + 8 * self.pools) + self.context // 4 * (C4_HEAD_DIM + FP32_BYTES)
+
+    @property
+    def flops(self) -> int:
+        return 2 * self.visible * self.heads * C4_HEAD_DIM
+
+    def fields(self) -> dict:
+        return {"rows": self.rows, "context": self.context, "heads": self.heads, "topk": 4 * self.pools}
+
+
+C4_TOPK = 2051
+C4_HEAD_DIM = 128
+C4_ROWS = (512, 2_048, 4_096, 8_192)
+C4_CONTEXTS = (8_192, 32_768, 131_072, 524_288)
+
+
+def gather_grid(device_type: str, quick: bool) -> list[GatherShape]:
+    """Packing and moving depend on the context, remapping on the rows: no product of both."""
+    if quick or device_type == "cpu":
+        return [
+            GatherShape(op, 512, 8_192, world)
+            for op, world in (("c4_prefill_gather", 1), ("c4_plan_gather", 4), ("c4_remap", 4))
+        ]
+    gathers = [GatherShape("c4_prefill_gather", 512, context, w) for w, context in product((1, 4), C4_CONTEXTS)]
+    plans = [GatherShape("c4_plan_gather", 8_192, context, 4) for context in C4_CONTEXTS]
+    return gathers + plans + [GatherShape("c4_remap", rows, 131_072, 4) for rows in C4_ROWS]
+
+
+def select_grid(device_type: str, quick: bool) -> list[SelectShape]:
+    if quick or device_type == "cpu":
+        return [SelectShape(8, 4_096)]
+    decode = [SelectShape(rows, context) for context, rows in product(C4_CONTEXTS[1:], (1, 4, 32))]
+    prefill = [SelectShape(rows, context) for context, rows in product(C4_CONTEXTS, C4_ROWS) if rows <= context]
+    return decode + [shape for shape in prefill if shape.flops < 5e12]

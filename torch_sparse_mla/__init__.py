@@ -12,6 +12,19 @@ from .decode.api import (
 from .exchange.api import ce_exchange, ce_exchange_layers, ce_exchange_start, ce_exchange_wait
 from .exchange.channel import Channel, ExchangeError
 from .exchange.group import LoopbackGroup
+from .gather import GatherPlan, PageGeometry, causal_lengths, gather_capacity
+from .gather.api import (
+    c4_plan_gather,
+    c4_prefill_gather,
+    c4_prefill_gather_start,
+    c4_prefill_gather_wait,
+    c4_remap,
+)
+from .gather.policy import GatherChoice, GatherCosts, GatherPolicy
+from .gather.workspace import GatherSlot, LaneBytes, Workspace, lane_bytes
+from .indexer import exact_index_queries, quantise_index_queries
+from .indexer.api import c4_merge_pools, c4_select, c4_write_index_keys
+from .indexer.contract import c4_select_workspace_bytes
 from .records import LAYOUTS, RecordLayout, dequantise_records, quantise_records
 from .records.api import read_ckv_records, write_ckv_records
 from .selection import SelectionPlan, selection_plan_words
@@ -25,20 +38,42 @@ __all__ = [
     "Channel",
     "DcpSparseDecode",
     "ExchangeError",
+    "GatherChoice",
+    "GatherCosts",
+    "GatherPlan",
+    "GatherPolicy",
+    "GatherSlot",
+    "LaneBytes",
     "LinkCosts",
     "LoopbackGroup",
+    "PageGeometry",
     "PeerCaches",
     "RecordLayout",
     "SelectionPlan",
+    "Workspace",
+    "c4_merge_pools",
+    "c4_plan_gather",
+    "c4_prefill_gather",
+    "c4_prefill_gather_start",
+    "c4_prefill_gather_wait",
+    "c4_remap",
+    "c4_select",
+    "c4_select_workspace_bytes",
+    "c4_write_index_keys",
+    "causal_lengths",
     "ce_exchange",
     "ce_exchange_layers",
     "ce_exchange_start",
     "ce_exchange_wait",
     "current_token_slots",
     "dequantise_records",
+    "exact_index_queries",
     "explain",
+    "gather_capacity",
+    "lane_bytes",
     "merge_partial_attention",
     "plan_selection",
+    "quantise_index_queries",
     "quantise_records",
     "read_ckv_records",
     "run_loopback",

@@ -74,3 +74,45 @@ def test_main_refuses_what_it_does_not_know(arguments, named, capsys):
 def test_console_prints_brackets_as_they_are(capsys):
     console.print_table("title", ("what",), [("shape [red] [2, 3]",)])
     assert "shape [red] [2, 3]" in capsys.readouterr().out
+
+
+def test_plan_prints_the_bytes_of_a_configuration(tmp_path, capsys):
+    report = tmp_path / "plan.json"
+    settings = ["page_size=2304", "world=4", "max_tokens=524288", "max_requests=32", "lanes=2"]
+    assert main(["doctor", "--json", str(report), "--plan", *settings]) == 0
+    printed = capsys.readouterr().out
+    for number in ("131,328", "525,312", "277,364,736"):
+        assert number in printed
+    plan = json.loads(report.read_text())
+    assert (plan["capacity_records"], plan["gathered_records"], plan["slots"]) == (131_328, 525_312, 2)
+    lane = plan["lane_bytes"]
+    assert lane["gathered"] == 525_312 * 528 and plan["total_bytes"] == 2 * lane["total"]
+    assert plan["context_per_row"] == 248.7
+
+
+def test_plan_of_one_rank_has_no_channel_to_pay_for(capsys):
+    assert main(["doctor", "--plan", "world=1"]) == 0
+    assert "None" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("setting", "allowed"),
+    [
+        ("pages=4", "KEY=VALUE with KEY one of world"),
+        ("world", "KEY=VALUE"),
+        ("world=0", "a positive integer for world"),
+    ],
+)
+def test_plan_refuses_what_it_does_not_know(setting, allowed, capsys):
+    with pytest.raises(SystemExit) as refused:
+        main(["doctor", "--plan", setting])
+    assert refused.value.code == 2 and allowed in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("setting", "named"), [("page_size=6", "page_size"), ("layout=fp8", "layout"), ("heads=66", "heads")]
+)
+def test_plan_refuses_a_configuration_that_cannot_be(setting, named, capsys):
+    assert main(["doctor", "--plan", setting]) == 2
+    captured = capsys.readouterr()
+    assert named in captured.err and not captured.out

@@ -8,6 +8,10 @@ from ..decode import contract as decode_contract
 from ..decode import reference as decode_reference
 from ..exchange import contract as exchange_contract
 from ..exchange import reference as exchange_reference
+from ..gather import contract as gather_contract
+from ..gather import reference as gather_reference
+from ..indexer import contract as indexer_contract
+from ..indexer import reference as indexer_reference
 from ..records import contract as records_contract
 from ..records import reference as records_reference
 from ..selection import contract as selection_contract
@@ -15,6 +19,7 @@ from ..selection import reference as selection_reference
 
 NAMESPACE = "torch_sparse_mla"
 
+_GATHER_SCHEMA = "(Tensor cache, Tensor plan, Tensor(a!) gathered, Tensor(b!) state, str channel) -> ()"
 _EXCHANGE_SCHEMA = "(Tensor[] caches, Tensor plan, Tensor(a!)[] workspaces, Tensor(b!) state, str channel) -> ()"
 
 
@@ -143,6 +148,76 @@ OPS: dict[str, Op] = {
             reference=exchange_reference.ce_exchange_wait,
             check=exchange_contract.check_ce_exchange_wait,
             triton="exchange.triton_kernels:ce_exchange_wait",
+        ),
+        Op(
+            name="c4_write_index_keys",
+            schema=(
+                "(Tensor keys, Tensor gates, Tensor bias, Tensor row_starts, Tensor starts, Tensor ring_rows, "
+                "Tensor block_table, Tensor(a!) ring, Tensor(b!) pools, int page_size, int interleave, int rank, "
+                "int world, int drafts=0) -> ()"
+            ),
+            reference=indexer_reference.c4_write_index_keys,
+            check=indexer_contract.check_c4_write_index_keys,
+            triton="indexer.triton_kernels:c4_write_index_keys",
+        ),
+        Op(
+            name="c4_select",
+            schema=(
+                "(Tensor q, Tensor weights, Tensor pools, Tensor block_table, Tensor row_requests, Tensor positions, "
+                "Tensor(a!) candidates, Tensor(b!) workspace, int page_size, int interleave, int rank, int world) "
+                "-> ()"
+            ),
+            reference=indexer_reference.c4_select,
+            check=indexer_contract.check_c4_select,
+            triton="indexer.triton_kernels:c4_select",
+        ),
+        Op(
+            name="c4_merge_pools",
+            schema="(Tensor candidates, Tensor positions, Tensor(a!) topk, Tensor(b!) counts) -> ()",
+            reference=indexer_reference.c4_merge_pools,
+            check=indexer_contract.check_c4_merge_pools,
+            triton="indexer.triton_kernels:c4_merge_pools",
+        ),
+        Op(
+            name="c4_plan_gather",
+            schema=(
+                "(Tensor lengths, Tensor row_starts, Tensor block_table, Tensor(a!) plan, int requests, int rows, "
+                "int capacity, int page_size, int interleave, int rank, int world) -> ()"
+            ),
+            reference=gather_reference.c4_plan_gather,
+            check=gather_contract.check_c4_plan_gather,
+            triton="gather.triton_kernels:c4_plan_gather",
+        ),
+        Op(
+            name="c4_prefill_gather",
+            schema=_GATHER_SCHEMA,
+            reference=gather_reference.c4_prefill_gather,
+            check=gather_contract.check_c4_prefill_gather,
+            triton="gather.triton_kernels:c4_prefill_gather",
+        ),
+        Op(
+            name="c4_prefill_gather_start",
+            schema=_GATHER_SCHEMA,
+            reference=gather_reference.c4_prefill_gather_start,
+            check=gather_contract.check_c4_prefill_gather_start,
+            triton="gather.triton_kernels:c4_prefill_gather_start",
+        ),
+        Op(
+            name="c4_prefill_gather_wait",
+            schema=_GATHER_SCHEMA,
+            reference=gather_reference.c4_prefill_gather_wait,
+            check=gather_contract.check_c4_prefill_gather_wait,
+            triton="gather.triton_kernels:c4_prefill_gather_wait",
+        ),
+        Op(
+            name="c4_remap",
+            schema=(
+                "(Tensor topk, Tensor plan, Tensor(a!) slots, Tensor(b!) counts, int requests=1, int rows=0, "
+                "int interleave=1, int world=1) -> ()"
+            ),
+            reference=gather_reference.c4_remap,
+            check=gather_contract.check_c4_remap,
+            triton="gather.triton_kernels:c4_remap",
         ),
     )
 }

@@ -6,6 +6,7 @@ import platform
 import re
 import shutil
 import subprocess
+import sys
 from importlib import metadata
 from pathlib import Path
 
@@ -15,6 +16,7 @@ from .. import LAYOUTS, __version__, explain, sparse_ckv_decode, write_ckv_recor
 from .._ops import OPS, native_error, native_library
 from ..decode import reference
 from ..decode.contract import sparse_ckv_decode_workspace_bytes
+from . import plan
 from .console import print_table
 
 MIN_TORCH = (2, 11)
@@ -30,16 +32,38 @@ SELF_TEST_TOLERANCE = 1e-2
 def add_parser(commands: argparse._SubParsersAction) -> None:
     parser = commands.add_parser("doctor", help="what runs on this machine, and what is missing", description=__doc__)
     parser.add_argument("--json", metavar="FILE", type=Path, help="also write the report to FILE")
+    parser.add_argument(
+        "--plan",
+        metavar="KEY=VALUE",
+        nargs="*",
+        type=plan.setting,
+        help="instead, the bytes that prefill gathers need: "
+        + " ".join(f"{key}={value}" for key, value in plan.DEFAULTS.items()),
+    )
     parser.set_defaults(run=run)
 
 
 def run(options: argparse.Namespace) -> int:
-    """Print the report. Returns 1 if something that is installed does not work, else 0."""
+    """Print the report. Returns 1 if something that is installed does not work, 2 for a plan that cannot be, else 0."""
+    if options.plan is not None:
+        return _plan(options)
     report = examine()
     _print_report(report)
     if options.json:
         options.json.write_text(json.dumps(report, indent=2) + "\n")
     return 1 if report["broken"] else 0
+
+
+def _plan(options: argparse.Namespace) -> int:
+    try:
+        report = plan.plan(options.plan)
+    except ValueError as error:
+        print(error, file=sys.stderr)
+        return 2
+    plan.print_plan(report)
+    if options.json:
+        options.json.write_text(json.dumps(report, indent=2) + "\n")
+    return 0
 
 
 def examine() -> dict:

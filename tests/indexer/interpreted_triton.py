@@ -1,0 +1,135 @@
+"""The Triton kernels in Triton's interpreter, against the models. Run by `tests/test_triton_interpreted.py`.
+
+Programs run one after another and their lanes in step, so what barriers are for does not show here. The interpreter
+multiplies bfloat16 wrongly: the exact form in bfloat16 is selected from on a GPU only, by the same code as float32.
+"""
+
+import os
+
+import pytest
+import torch
+
+from torch_sparse_mla.indexer import triton_kernels
+
+from ..decode.rejections import expect_rejection
+from .cases import decoded, encode, every_form, expand, poisoned, select_case, write_case
+
+assert os.environ.get("TRITON_INTERPRET") == "1", "needs TRITON_INTERPRET=1 before Triton is imported"
+
+pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
+ABSENT = -(2**63)
+
+
+@every_form
+@pytest.mark.parametrize("world, rank", [(1, 0), (3, 1)])
+def test_write_matches_the_definition(form, world, rank):
+    case = write_case(form, (90, 6, 0), world=world, rank=rank, interleave=8, gap=64)
+    for parts in ([(0, 70), (0, 1), (0, 0)], [(70, 71), (1, 6), (0, 0)], [(71, 90), (6, 6), (0, 0)]):
+        triton_kernels.c4_write_index_keys(*case.args(parts))
+    case.assert_pools([90, 6, 0])
+
+
+@pytest.mark.parametrize("accepted", [1, 3, 6])
+def test_write_after_rejected_drafts(accepted):
+    case = write_case("fp32", (40,), slots=8, seed=accepted)
+    triton_kernels.c4_write_index_keys(*case.args([(0, 10)]))
+    keys = case.keys[0].clone()
+    case.keys[0][10 + accepted :] = 99.0
+    triton_kernels.c4_write_index_keys(*case.args([(10, 16)], drafts=5))
+    case.keys[0] = keys
+    triton_kernels.c4_write_index_keys(*case.args([(10 + accepted, 40)], drafts=5))
+    case.assert_pools([40])
+
+
+def test_write_skips_padded_requests_and_missing_pages():
+    case = write_case("fp32", (20, 300))
+    before = case.pools.clone()
+    case.block_table[1, 1:] = -1
+    triton_kernels.c4_write_index_keys(*case.args([(0, 20), (0, 300)], ring_rows=[-1, 1]))
+    touched = {int(page) for page in (case.pools != before).flatten(1).any(1).nonzero()}
+    assert touched == {int(case.block_table[1, 0])}
+    assert torch.equal(case.ring[0], poisoned(tuple(case.ring[0].shape), torch.float32))
+
+
+@pytest.mark.parametrize("form", ["serving", "fp32"])
+@pytest.mark.parametrize("world, lists, num_pools", [(1, 1, 16), (2, 2, 40)])
+def test_select_matches_model(form, world, lists, num_pools):
+    rows = ((0, 799), (0, 600), (1, 13), (-1, -1))
+    sizes = {"num_pools": num_pools, "world": world, "rank": world - 1, "lists": lists, "page_size": 256}
+    case = select_case(form, (200, 20), rows, **sizes)
+    arguments = case.args(gap=64)
+    triton_kernels.c4_select(*arguments)
+    assert decoded(arguments[6]) == case.expected()
+
+
+def not_native(function):
+    """The form of a GPU that multiplies e4m3, but for the multiplication, which the interpreter lacks."""
+    return lambda *arguments: function(*arguments) | {"NATIVE": False}
+
+
+def test_select_of_rows_that_share_a_program(monkeypatch):
+    monkeypatch.setattr(triton_kernels, "MANY_ROWS", 2)
+    rows = ((0, 599), (1, 200), (-1, -1), (2, 70), (0, 30))
+    case = select_case("serving", (150, 60, 20), rows, heads=32)
+    arguments = case.args()
+    monkeypatch.setattr(triton_kernels, "capability_of", lambda device: 90)
+    monkeypatch.setattr(triton_kernels, "select_form", not_native(triton_kernels.select_form))
+    assert triton_kernels.select_form(torch.uint8, len(rows), 32, 16, 90)["ROWS"] > 2
+    triton_kernels.c4_select(*arguments)
+    assert decoded(arguments[6]) == case.expected()
+
+
+def test_select_whose_scores_rise():
+    """Every pool passes the threshold: what is kept overflows with each tile."""
+    case = select_case("serving", (300,), ((0, 1_199),), num_pools=100, rising=True)
+    arguments = case.args()
+    triton_kernels.c4_select(*arguments)
+    assert decoded(arguments[6]) == case.expected()
+
+
+def test_select_sees_no_missing_page():
+    case = select_case("fp32", (200,), ((0, 799),), num_pools=200)
+    arguments = case.args()
+    arguments[3][0, 1] = 10_000
+    triton_kernels.c4_select(*arguments)
+    found = {pool for _, pool in decoded(arguments[6])[0][0]}
+    assert found == set(range(64)) | set(range(128, 200))
+
+
+@pytest.mark.parametrize("num_lists, num_pools", [(1, 1), (2, 5), (4, 16)])
+def test_merge_matches_model(num_lists, num_pools):
+    generator = torch.Generator().manual_seed(num_pools)
+    positions = [203, 2**31 - 1, -1, 4]
+    lists = []
+    for number in range(num_lists):
+        lists.append([])
+        for row in range(len(positions)):
+            pools = (torch.randperm(50, generator=generator) * num_lists + number)[: (row * 7) % (num_pools + 1)]
+            scores = torch.randint(-2, 3, (len(pools),), generator=generator)
+            pairs = zip(scores.float().tolist(), pools.tolist(), strict=True)
+            lists[-1].append(sorted(pairs, key=lambda pair: (-pair[0], pair[1])))
+    rows = [[[encode(*p) for p in row] + [ABSENT] * (num_pools - len(row)) for row in some] for some in lists]
+    topk, counts = poisoned((4, 4 * num_pools + 3), torch.int32), poisoned((4,), torch.int32)
+    given = torch.tensor(positions, dtype=torch.int32)
+    triton_kernels.c4_merge_pools(torch.tensor(rows), given, topk, counts)
+    for row, position in enumerate(positions):
+        assert (topk[row].tolist(), counts[row].item()) == expand([some[row] for some in lists], position, num_pools)
+
+
+def test_merge_fills_wide_rows(monkeypatch):
+    monkeypatch.setattr(triton_kernels, "MERGE_BLOCK", 16)
+    rows = torch.full((2, 1, 20), ABSENT)
+    rows[1, 0, :3] = torch.tensor([encode(1.0, pool) for pool in (4, 6, 9)])
+    topk, counts = poisoned((1, 83), torch.int32), poisoned((1,), torch.int32)
+    triton_kernels.c4_merge_pools(rows, torch.tensor([41], dtype=torch.int32), topk, counts)
+    assert (topk[0].tolist(), counts[0].item()) == expand([[(1.0, 4), (1.0, 6), (1.0, 9)]], 41, 20)
+
+
+def test_bad_arguments_are_refused_before_the_launch():
+    arguments = list(select_case().args())
+    with expect_rejection("c4_select", "rank", "0 <= rank"):
+        triton_kernels.c4_select(*arguments[:10], 1, 1)
+    with expect_rejection("c4_merge_pools", "topk", "4 * pools"):
+        triton_kernels.c4_merge_pools(arguments[6], arguments[5], arguments[5].view(1, -1), arguments[5])
+    with expect_rejection("c4_write_index_keys", "drafts", "0 or more"):
+        triton_kernels.c4_write_index_keys(*write_case("fp32", (4,)).args([(0, 4)], drafts=-1))

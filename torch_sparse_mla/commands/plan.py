@@ -1,0 +1,82 @@
+"""`doctor --plan`: the bytes that prefill gathers need in a configuration, before anything is allocated."""
+
+import argparse
+
+from ..contract import check_layout, reject
+from ..gather import GatherPlan, gather_capacity
+from ..gather.policy import gather_bytes, ordinary_bytes
+from ..gather.workspace import lane_bytes, staged_lane_bytes
+from .console import print_table
+
+DEFAULTS = {
+    "world": 4,
+    "page_size": 64,
+    "interleave": 4,
+    "max_tokens": 524_288,
+    "max_requests": 32,
+    "max_rows": 8_192,
+    "lanes": 1,
+    "micro_batches": 1,
+    "heads": 64,
+    "layout": "fp8_mla_nope",
+}
+
+
+def setting(text: str) -> tuple[str, int | str]:
+    """One KEY=VALUE of the command line."""
+    key, separator, value = text.partition("=")
+    if not separator or key not in DEFAULTS:
+        raise argparse.ArgumentTypeError(f"{text!r}; allowed: KEY=VALUE with KEY one of {', '.join(DEFAULTS)}")
+    if key == "layout":
+        return key, value
+    if not value.isdecimal() or int(value) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r}; allowed: a positive integer for {key}")
+    return key, int(value)
+
+
+def plan(settings: list[tuple[str, int | str]]) -> dict:
+    """Sizes of a configuration as plain data. Raises ValueError for one that cannot be."""
+    given = DEFAULTS | dict(settings)
+    layout = check_layout("doctor --plan", given["layout"])
+    world, page_size = given["world"], given["page_size"]
+    if given["heads"] % world:
+        reject("doctor --plan", "heads", given["heads"], f"a multiple of world = {world}")
+    geometry = (world, given["interleave"], page_size)
+    capacity = gather_capacity(given["max_tokens"], given["max_requests"], *geometry)
+    sizes = GatherPlan(given["max_requests"], given["max_rows"], capacity, *geometry)
+    lane = lane_bytes(sizes, layout.record_bytes)
+    slots = given["lanes"] * given["micro_batches"]
+    gathered = gather_bytes(1, layout.record_bytes, world)
+    ordinary = ordinary_bytes(1, given["heads"], layout.query_dim, world)
+    return {
+        "settings": given,
+        "capacity_records": capacity,
+        "gathered_records": sizes.gathered_records,
+        "padding_records": sizes.padding_unit,
+        "record_bytes": layout.record_bytes,
+        "lane_bytes": {"gathered": lane.gathered, "plan": lane.plan, "channel": lane.channel, "total": lane.total},
+        "slots": slots,
+        "total_bytes": slots * lane.total,
+        "staged_lane_bytes": staged_lane_bytes(capacity, layout.record_bytes, world, 2),
+        # A slice holds a world-th of the context: the gather receives this much for each of its tokens.
+        "context_per_row": round(ordinary / (gathered / world), 1) if gathered else None,
+    }
+
+
+def print_plan(report: dict) -> None:
+    rows = [(name, str(value)) for name, value in report["settings"].items()]
+    print_table("Configuration", ("setting", ">value"), rows)
+    lane = report["lane_bytes"]
+    sizes = [
+        ("records of a rank's slice (capacity)", f"{report['capacity_records']:,}"),
+        ("records of the gathered buffer", f"{report['gathered_records']:,}"),
+        ("a slice is padded to a multiple of", f"{report['padding_records']:,}"),
+        ("gathered buffer, bytes", f"{lane['gathered']:,}"),
+        ("plan, bytes", f"{lane['plan']:,}"),
+        ("channel's slabs on a GPU, bytes", f"{lane['channel']:,}"),
+        ("one slot, bytes", f"{lane['total']:,}"),
+        (f"all {report['slots']} slot(s) on each rank, bytes", f"{report['total_bytes']:,}"),
+        ("for comparison: a lane with a staging copy and depth 1, bytes", f"{report['staged_lane_bytes']:,}"),
+        ("gathers pay up to this context per query row, by bytes", f"{report['context_per_row']}"),
+    ]
+    print_table("Prefill gather", ("what", ">value"), sizes)

@@ -1,0 +1,204 @@
+"""The memory of prefill gathers: one slot for each (micro-batch, lane), all of it reserved before memory is profiled.
+
+geometry = PageGeometry(); geometry.freeze(page_size)
+workspace = Workspace(geometry, group, layout="fp8_mla_nope", interleave=4, max_tokens=..., max_requests=..., ...)
+workspace.reserve(0, "target"); workspace.reserve(0, "draft")      every rank, in the same order
+workspace.lock()                                                    from here on growth is an error
+slot = workspace.slot(0, "target")                                  plan, gathered buffer and channel of a chunk
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from ..contract import check_layout
+from ..errors import reject
+from ..exchange.channel import DEFAULT_TIMEOUT_S, Channel
+from ..exchange.group import as_group
+from .geometry import PageGeometry
+from .plan import GatherPlan, gather_capacity
+
+_OP = "Workspace"
+# What a channel that writes peer memory keeps on each rank: gathered buffers, by parity of the epoch.
+CHANNEL_SLABS = 2
+_VECTOR_BYTES = 16
+
+
+@dataclass(frozen=True)
+class LaneBytes:
+    """Bytes of one slot on one rank.
+
+    Attributes:
+        gathered: the gathered buffer.
+        plan: the plan buffer.
+        channel: slabs of the channel where it writes peer memory (CUDA); on the CPU a channel keeps none.
+    """
+
+    gathered: int
+    plan: int
+    channel: int
+
+    @property
+    def total(self) -> int:
+        return self.gathered + self.plan + self.channel
+
+
+def lane_bytes(sizes: GatherPlan, record_bytes: int, device_type: str = "cuda") -> LaneBytes:
+    """Bytes of one slot of a `Workspace`: what it allocates, and the peers' slabs that its channel maps."""
+    gathered = sizes.gathered_records * record_bytes
+    slab = -(-gathered // _VECTOR_BYTES) * _VECTOR_BYTES
+    slabs = CHANNEL_SLABS * slab if device_type == "cuda" and sizes.world > 1 else 0
+    return LaneBytes(gathered, 4 * sizes.words, slabs)
+
+
+def staged_lane_bytes(capacity: int, record_bytes: int, world: int, gathered_buffers: int) -> int:
+    """Bytes of a lane of the published form, which packs into a staging copy: for comparison in the planner.
+
+    Args:
+        capacity: records of a rank's slice.
+        record_bytes: of the layout.
+        world: ranks.
+        gathered_buffers: 1, and one more for each layer that is gathered ahead.
+    """
+    return capacity * record_bytes * (1 + gathered_buffers * world)
+
+
+@dataclass(frozen=True)
+class GatherSlot:
+    """What one gather at a time uses. Owns its memory: a chunk that still holds a slot keeps it alive.
+
+    Attributes:
+        sizes: the reserved sizes.
+        plan: int32 [sizes.words], for `c4_plan_gather`.
+        gathered: uint8 [sizes.gathered_records, record_bytes], for `c4_prefill_gather`.
+        channel: the channel, of this slot alone: two lanes that share one on two streams would hang.
+    """
+
+    sizes: GatherPlan
+    plan: torch.Tensor
+    gathered: torch.Tensor
+    channel: Channel
+
+
+class Workspace:
+    """Slots for prefill gathers, reserved at start-up. Ranks: all make it alike, and reserve the same slots in order.
+
+    Args:
+        geometry: frozen; binding a cache of another page size raises.
+        group: a `torch.distributed` process group, or `LoopbackGroup(...).rank(r)`.
+        layout: a key of `torch_sparse_mla.LAYOUTS`.
+        interleave: DCP geometry.
+        max_tokens: most tokens of all requests of a chunk together, cached and new.
+        max_requests: most requests of a chunk.
+        max_rows: most query rows of a chunk.
+        name: of the channels; unique among the open ones, equal on every rank.
+        transport, timeout_s, device: as for `Channel.create`.
+    Raises: RuntimeError where the geometry is provisional, ValueError for an argument that does not fit.
+    """
+
+    def __init__(
+        self,
+        geometry: PageGeometry,
+        group: Any,
+        *,
+        layout: str,
+        interleave: int,
+        max_tokens: int,
+        max_requests: int,
+        max_rows: int,
+        name: str = "c4_prefill_gather",
+        transport: str = "auto",
+        timeout_s: float = DEFAULT_TIMEOUT_S,
+        device: str | torch.device | None = None,
+    ) -> None:
+        ranks = as_group(group)
+        self.geometry, self.group, self.name = geometry, group, name
+        self.rank, self.world = ranks.rank, ranks.world
+        self.layout = check_layout(_OP, layout)
+        capacity = gather_capacity(max_tokens, max_requests, ranks.world, interleave, geometry.page_size)
+        self.sizes = GatherPlan(max_requests, max_rows, capacity, ranks.world, interleave, geometry.page_size)
+        self.device = ranks.device(device)
+        self._options = {"transport": transport, "timeout_s": timeout_s, "device": device}
+        self._slots: dict[tuple[int, str], GatherSlot] = {}
+        self._locked = self._closed = False
+
+    @property
+    def locked(self) -> bool:
+        return self._locked
+
+    @property
+    def bytes(self) -> int:
+        """Bytes on this rank of all slots that are reserved, the channels' included."""
+        return len(self._slots) * lane_bytes(self.sizes, self.layout.record_bytes, self.device.type).total
+
+    def reserve(self, micro_batch: int = 0, lane: str = "target") -> None:
+        """Allocate a slot and open its channel. Before `lock`. Ranks: all, with the same arguments in the same order.
+
+        Args:
+            micro_batch: 0 or more; chunks that can be under way at the same time need one each.
+            lane: what runs beside another within a micro-batch, such as "target" and "draft".
+        Raises: RuntimeError after `lock`; ValueError for a slot that is reserved already.
+        """
+        self._check_open()
+        if not isinstance(micro_batch, int) or micro_batch < 0:
+            reject(_OP, "micro_batch", repr(micro_batch), "an integer, 0 or more")
+        if not isinstance(lane, str) or not lane:
+            reject(_OP, "lane", repr(lane), "a string that is not empty")
+        key = (micro_batch, lane)
+        if self._locked:
+            raise RuntimeError(
+                f"torch_sparse_mla::{_OP}: reserve{key} after lock(); memory is profiled by now: reserve every slot at "
+                f"start-up, before lock(). Reserved: {self._reserved()}"
+            )
+        if key in self._slots:
+            reject(_OP, "lane", key, f"a slot that is not reserved yet; reserved: {self._reserved()}")
+        record_bytes, records = self.layout.record_bytes, self.sizes.gathered_records
+        channel = Channel.create(
+            f"{self.name}.{micro_batch}.{lane}", self.group, records, record_bytes, 1, **self._options
+        )
+        gathered = torch.empty(records, record_bytes, dtype=torch.uint8, device=self.device)
+        self._slots[key] = GatherSlot(self.sizes, self.sizes.empty(self.device), gathered, channel)
+
+    def lock(self) -> None:
+        """No slot can be reserved from here on. A second call does nothing. Raises RuntimeError with no slot at all."""
+        self._check_open()
+        if not self._slots:
+            raise RuntimeError(f"torch_sparse_mla::{_OP}: lock() with no slot; call reserve(micro_batch, lane) first")
+        self._locked = True
+
+    def slot(self, micro_batch: int = 0, lane: str = "target") -> GatherSlot:
+        """The slot of a micro-batch and lane. Never allocates.
+
+        Raises: RuntimeError before `lock`, and for a slot that was not reserved.
+        """
+        self._check_open()
+        if not self._locked:
+            raise RuntimeError(f"torch_sparse_mla::{_OP}: slot() before lock(); reserve every slot, then lock()")
+        found = self._slots.get((micro_batch, lane))
+        if found is None:
+            raise RuntimeError(
+                f"torch_sparse_mla::{_OP}: no slot for (micro_batch, lane) = {(micro_batch, lane)}; reserve it at "
+                f"start-up, before lock(). Reserved: {self._reserved()}"
+            )
+        return found
+
+    def check_cache(self, cache: torch.Tensor) -> None:
+        """Raise ValueError for a cache of another page size or record width: when caches are bound, not later."""
+        self.geometry.check_cache(cache)
+        if cache.shape[2] != self.layout.record_bytes:
+            allowed = f"records of {self.layout.record_bytes} bytes, those of {self.layout.name}"
+            reject(_OP, "cache", f"records of {cache.shape[2]} bytes", allowed)
+
+    def close(self) -> None:
+        """Close the channels and let go of the memory. A second close does nothing. Ranks: all."""
+        for slot in self._slots.values():
+            slot.channel.close()
+        self._slots, self._closed = {}, True
+
+    def _reserved(self) -> str:
+        return ", ".join(str(key) for key in self._slots) or "none"
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise RuntimeError(f"torch_sparse_mla::{_OP}: '{self.name}' is closed; make a new one")
