@@ -31,7 +31,7 @@ const char* storage_name(Storage storage) {
 // Writes layout number `position` as "name record_bytes query_dim latent group_size scale_offset token_scale_offset
 // rope rope_offset rope_scale_offset", absent fields as "none". Returns false past the last layout.
 EXPORT bool torch_sparse_mla_record_layout(int position, char* text, size_t capacity) {
-  if (position < 0 || position >= static_cast<int>(sizeof(kRecordLayouts) / sizeof(*kRecordLayouts))) return false;
+  if (position < 0 || position >= kNumRecordLayouts) return false;
   const RecordLayout& layout = kRecordLayouts[position];
   const auto offset = [](int value) { return value == kNoField ? std::string("none") : std::to_string(value); };
   const std::string line = std::string(layout.name) + " " + std::to_string(layout.record_bytes) + " " +
