@@ -4,9 +4,8 @@
 // at the tiles; within a group each warp owns one chunk of 128 latents, and the four add up their partial scores through
 // shared memory. At the end the groups merge, and each writes half of the heads.
 //
-// Online softmax with lazily raised maxima. What is multiplied in fp16 is guarded: weight x scale is brought into range
-// by a power of two per head and chunk, which only ever falls. Maxima and these exponents are integers in base 2, so
-// that every rescaling is exact.
+// Online softmax with lazily raised maxima. Weights are relative to a reference for each head and chunk that also keeps
+// weight x scale within fp16. References are integers in base 2, so that every rescaling is exact, and only ever rise.
 #pragma once
 
 #include "sm90_records.cuh"
@@ -21,13 +20,23 @@ inline constexpr int kThreads = kConsumerThreads + 32 * kProducerWarps;
 inline constexpr int kTokensPerProducer = kTileTokens / kProducerWarps;
 inline constexpr int kSharedBytes = 232448;
 inline constexpr float kNoMaximum = -3e38f;
-// exponent = log2 of what weights are multiplied by before they are rounded to fp16.
-inline constexpr float kFirstExponent = 120.0f;
-inline constexpr float kPeakExponent = 8.0f;
-// A new maximum is taken on when a score passes the old one by this much; weights stay below 2 ** kSlack.
+// A new maximum is taken on when a score passes the old one by more than this.
 inline constexpr float kSlack = 6.0f;
-inline constexpr float kLog2E = 1.4426950408889634f;
+// Weights are counted from a reference 2 ** kLowest below their maximum at most, where scales are small enough...
+inline constexpr float kLowest = 112.0f;
+// ...and otherwise so that the largest weight x scale is about 2 ** kPeakExponent, and always below 2 ** 14.
+inline constexpr float kPeakExponent = 8.0f;
+// Sums of weights are kept this much smaller than the weights, lest they overflow.
+inline constexpr float kSumFactor = 0x1p-12f;
+inline constexpr float kSumExponent = 12.0f;
 inline constexpr float kLn2 = 0.6931471805599453f;
+
+// Results of parts, on their way to the merge: fp16 latents under a power of two for each chunk.
+struct Partials {
+  uint16_t* latents;  // [rows, splits, heads, kLatentDim] fp16
+  float* units;       // [rows, splits, heads, kChunks]
+  float* lse_log2;    // [rows, splits, heads]; -inf: nothing attended to
+};
 
 struct AttendParams {
   const uint16_t* q;
@@ -45,8 +54,7 @@ struct AttendParams {
   void* out;
   FloatType out_type;
   float* lse;
-  float* partial_out;  // [rows, splits, heads, kLatentDim]; null with one split
-  float* partial_lse;  // [rows, splits, heads], in base 2
+  Partials partials;           // unused with one split
   float scale_log2;
   int heads;
   int topk;
@@ -59,14 +67,15 @@ struct AttendParams {
 template <int kLayout>
 struct SharedMemory {
   static constexpr int kScoreBytes = kChunks * kTokenBlocks * 32 * 16;
-  static constexpr int kFixedBytes = kGroups * 2 * kScoreBytes + kGroups * kChunks * 8 * 16 + 512;
+  static constexpr int kFixedBytes = kGroups * (2 * kScoreBytes + kChunks * 8 * 16) + 512;
   static constexpr int kFitting = (kSharedBytes - kFixedBytes) / Records<kLayout>::kTileBytes / kGroups * kGroups;
   // A tile of the ring always belongs to the same group, so that no group can take another's phase for its own.
   static constexpr int kStages = kFitting < 8 ? kFitting : 8;
 
   alignas(128) uint8_t tiles[kStages][Records<kLayout>::kTileBytes];
-  alignas(128) float4 scores[kGroups][2][kChunks][kTokenBlocks][32];
-  float4 group_state[kGroups][kChunks][8];
+  alignas(128) float4 scores[kGroups][2][kChunks][kTokenBlocks][32];  // two exchanges a group, in turns
+  alignas(16) float query_peaks[kGroups][2][8][kChunks];
+  float2 group_state[kGroups][kChunks][8];
   uint8_t valid[kStages][kProducerWarps];  // a bit for each token of a tile
   uint64_t full[kStages];
   uint64_t empty[kStages];
@@ -164,24 +173,51 @@ TSM_DEVICE void produce(const AttendParams& p, const Part& part, SharedMemory<kL
 
 // ---- consumer
 
-// Softmax state of a lane's two heads.
+template <int kLayout, class QueryT>
+TSM_DEVICE void load_query(const AttendParams& p, const Part& part, int group, int chunk, const Lane& lane,
+                           SharedMemory<kLayout>& shared, Query<kLayout, QueryT>& q) {
+  typename Query<kLayout, QueryT>::Raw raw[2];
+#pragma unroll
+  for (int half = 0; half < 2; ++half) {
+    const int head = part.head_tile * kTileHeads + lane.row + 8 * (half ^ group);
+    const uint16_t* source = p.q + part.row * p.q_row_stride + head * Records<kLayout>::kQueryDim;
+    raw[half] = q.load(source, p.q_aligned, head < p.heads, chunk, lane);
+  }
+  if constexpr (Query<kLayout, QueryT>::kHasUnit) {
+    // One unit for a head, whichever warp has which chunk.
+    float (&peaks)[2][8][kChunks] = shared.query_peaks[group];
+    if (lane.quad == 0) peaks[0][lane.row][chunk] = raw[0].peak, peaks[1][lane.row][chunk] = raw[1].peak;
+    named_barrier(1 + group, kGroupThreads);
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const float4 x = *reinterpret_cast<const float4*>(peaks[half][lane.row]);
+      raw[half].peak = fmaxf(fmaxf(x.x, x.y), fmaxf(x.z, x.w));
+    }
+  }
+  q.set(0, raw[0], raw[0].peak, p.scale_log2);
+  q.set(1, raw[1], raw[1].peak, p.scale_log2);
+}
+
+// Softmax state of a lane's two heads, in base 2. Weights, their sums and the sums of values are relative to
+// 2 ** reference. Without scales the reference is the maximum; with them it also brings weight x scale into fp16's range.
 struct Softmax {
-  float maximum[2] = {kNoMaximum, kNoMaximum};  // in base 2, an integer
-  float sum[2] = {0.0f, 0.0f};                  // this lane's share
-  // Sums of values are of weight * scale * factor, factor = 2 ** exponent.
-  float exponent[2];
-  float factor[2];
+  float maximum[2] = {kNoMaximum, kNoMaximum};  // an integer
+  float reference[2] = {kNoMaximum, kNoMaximum};
+  float sum[2] = {0.0f, 0.0f};  // this lane's share, times kSumFactor
 };
 
-// Adds the other warps' partial scores to this warp's: the same bits in all four.
-TSM_DEVICE void sum_over_chunks(float4 (&exchange)[kChunks][kTokenBlocks][32], int group, int chunk, const Lane& lane,
-                                Scores& scores) {
+using Exchange = float4[kChunks][kTokenBlocks][32];
+
+TSM_DEVICE void publish_scores(Exchange& exchange, int chunk, const Lane& lane, const Scores& scores) {
 #pragma unroll
   for (int block = 0; block < kTokenBlocks; ++block) {
     exchange[chunk][block][lane.index] =
         make_float4(scores[block][0], scores[block][1], scores[block][2], scores[block][3]);
   }
-  named_barrier(1 + group, kGroupThreads);
+}
+
+// Adds the other warps' partial scores to this warp's: the same bits in all four.
+TSM_DEVICE void sum_over_chunks(const Exchange& exchange, int chunk, const Lane& lane, Scores& scores) {
 #pragma unroll
   for (int block = 0; block < kTokenBlocks; ++block) {
     const float4 a = exchange[chunk ^ 1][block][lane.index];
@@ -205,16 +241,20 @@ TSM_DEVICE void mask_absent(uint32_t valid, const Lane& lane, Scores& scores) {
   }
 }
 
-TSM_DEVICE void scale_sums(ChunkSums& sums, float first, float second) {
+// Moves the references up; the sums follow.
+TSM_DEVICE void move_references(float first, float second, Softmax& softmax, ChunkSums& sums) {
+  const float kept[2] = {exp2_fast(softmax.reference[0] - first), exp2_fast(softmax.reference[1] - second)};
+  softmax.reference[0] = first, softmax.reference[1] = second;
+  softmax.sum[0] *= kept[0], softmax.sum[1] *= kept[1];
 #pragma unroll
   for (int n = 0; n < kChunkLatents / 8; ++n) {
-    sums[n][0] *= first, sums[n][1] *= first, sums[n][2] *= second, sums[n][3] *= second;
+    sums[n][0] *= kept[0], sums[n][1] *= kept[0], sums[n][2] *= kept[1], sums[n][3] *= kept[1];
   }
 }
 
 // Raises the maxima where a score has passed them by more than kSlack. All four warps of a group decide alike.
 template <int kLayout>
-TSM_DEVICE void raise_maxima(const Scores& scores, float scale_log2, Softmax& softmax, ChunkSums& sums) {
+TSM_DEVICE void raise_maxima(const Scores& scores, const float (&factor)[2], Softmax& softmax, ChunkSums& sums) {
   float peak[2];
 #pragma unroll
   for (int h = 0; h < 2; ++h) {
@@ -223,48 +263,37 @@ TSM_DEVICE void raise_maxima(const Scores& scores, float scale_log2, Softmax& so
     for (int block = 1; block < kTokenBlocks; ++block) {
       peak[h] = fmaxf(peak[h], fmaxf(scores[block][2 * h], scores[block][2 * h + 1]));
     }
-    peak[h] *= scale_log2;
+    peak[h] *= factor[h];
   }
   const bool passed = peak[0] > softmax.maximum[0] + kSlack || peak[1] > softmax.maximum[1] + kSlack;
   if (!__any_sync(~0u, passed)) return;
-  float kept[2];
+  float reference[2];
 #pragma unroll
   for (int h = 0; h < 2; ++h) {
-    const float raised = fmaxf(softmax.maximum[h], ceilf(quad_max(peak[h])));
-    const float rise = raised - softmax.maximum[h];
-    softmax.maximum[h] = raised;
-    softmax.sum[h] *= exp2_fast(-rise);
-    if constexpr (Records<kLayout>::kHasScale) {
-      // Smaller weights under a larger factor: the sums stay as they are, unless the factor is at its limit.
-      const float exponent = fminf(softmax.exponent[h] + rise, kFirstExponent);
-      kept[h] = exp2_fast(exponent - softmax.exponent[h] - rise);
-      softmax.exponent[h] = exponent;
-      softmax.factor[h] = exp2_fast(exponent);
-    } else {
-      kept[h] = exp2_fast(-rise);
-    }
+    softmax.maximum[h] = fmaxf(softmax.maximum[h], ceilf(quad_max(peak[h])));
+    constexpr float kBelow = Records<kLayout>::kHasScale ? kLowest : 0.0f;
+    reference[h] = fmaxf(softmax.reference[h], softmax.maximum[h] - kBelow);
   }
-  scale_sums(sums, kept[0], kept[1]);
+  move_references(reference[0], reference[1], softmax, sums);
 }
 
-// weight = 2 ** (score - maximum)
-TSM_DEVICE float weight_of(const Scores& scores, float scale_log2, const Softmax& softmax, int block, int i) {
-  return exp2_fast(fmaf(scores[block][i], scale_log2, -softmax.maximum[i / 2]));
+TSM_DEVICE float weight_of(const Scores& scores, const float (&factor)[2], const Softmax& softmax, int block, int i) {
+  return exp2_fast(fmaf(scores[block][i], factor[i / 2], -softmax.reference[i / 2]));
 }
 
 // The A operand of the values' product from weights x scales.
 template <int kLayout>
-TSM_DEVICE void pack_weights(const Scores& scores, const Scales& scales, float scale_log2, const Softmax& softmax,
-                             Weights& weights, float (&total)[2]) {
+TSM_DEVICE void pack_weights(const Scores& scores, const Scales& scales, const float (&factor)[2],
+                             const Softmax& softmax, Weights& weights, float (&total)[2]) {
   total[0] = total[1] = 0.0f;
 #pragma unroll
   for (int block = 0; block < kTokenBlocks; ++block) {
     float w[4];
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
-      w[i] = weight_of(scores, scale_log2, softmax, block, i);
+      w[i] = weight_of(scores, factor, softmax, block, i);
       total[i / 2] += w[i];
-      if constexpr (Records<kLayout>::kHasScale) w[i] = w[i] * softmax.factor[i / 2] * scales[block][i % 2];
+      if constexpr (Records<kLayout>::kHasScale) w[i] *= scales[block][i % 2];
     }
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
@@ -286,68 +315,109 @@ TSM_DEVICE bool outgrown(const Weights& weights) {
   return !__hble2(peak, __half2half2(__ushort_as_half(0x7400)));
 }
 
-// Lowers the exponents so that the largest weight x scale of each head is near 2 ** kPeakExponent.
-TSM_DEVICE void lower_exponents(const Scores& scores, const Scales& scales, float scale_log2, Softmax& softmax,
-                                ChunkSums& sums) {
-  float kept[2];
+// Raises the references so that the largest weight x scale of each head is about 2 ** kPeakExponent.
+TSM_DEVICE void raise_references(const Scores& scores, const Scales& scales, const float (&factor)[2],
+                                 Softmax& softmax, ChunkSums& sums) {
+  float reference[2];
 #pragma unroll
   for (int h = 0; h < 2; ++h) {
-    float peak = 0.0f;
+    // As logarithms: the products themselves may be too large.
+    float peak = -INFINITY;
 #pragma unroll
     for (int block = 0; block < kTokenBlocks; ++block) {
 #pragma unroll
       for (int i = 2 * h; i < 2 * h + 2; ++i) {
-        peak = fmaxf(peak, weight_of(scores, scale_log2, softmax, block, i) * scales[block][i % 2]);
+        peak = fmaxf(peak, scores[block][i] * factor[h] + __log2f(scales[block][i % 2]));
       }
     }
-    const int peak_exponent = static_cast<int>(__float_as_uint(quad_max(peak)) >> 23) - 127;
-    const float exponent =
-        fminf(softmax.exponent[h], fmaxf(kPeakExponent - static_cast<float>(peak_exponent), -kFirstExponent));
-    kept[h] = exp2_fast(exponent - softmax.exponent[h]);
-    softmax.exponent[h] = exponent;
-    softmax.factor[h] = exp2_fast(exponent);
+    reference[h] = fmaxf(softmax.reference[h], ceilf(quad_max(peak)) - kPeakExponent);
   }
-  scale_sums(sums, kept[0], kept[1]);
+  move_references(reference[0], reference[1], softmax, sums);
 }
 
-// Attends to this group's tiles of the part.
-template <int kLayout, class QueryT>
-TSM_DEVICE void consume(const AttendParams& p, int tiles, const Query<kLayout, QueryT>& q, int group, int chunk,
-                        const Lane& lane, SharedMemory<kLayout>& shared, Softmax& softmax, ChunkSums& sums) {
-  constexpr int kStages = SharedMemory<kLayout>::kStages;
-  constexpr bool kHasScale = Records<kLayout>::kHasScale;
-  int stage = group, buffer = 0;
-  uint32_t parity = 0;
-  for (int tile = group; tile < tiles; tile += kGroups) {
-    const uint8_t* records = shared.tiles[stage];
-    barrier_wait(shared_address(&shared.full[stage]), parity);
-    Scores scores;
-    Scales scales;
-    partial_scores<kLayout>(records, q, chunk, lane, scores, scales);
-    sum_over_chunks(shared.scores[group][buffer], group, chunk, lane, scores);
-    mask_absent(*reinterpret_cast<const uint32_t*>(shared.valid[stage]), lane, scores);
-    raise_maxima<kLayout>(scores, p.scale_log2, softmax, sums);
+// A tile whose partial scores are known to this warp alone.
+template <int kLayout>
+struct ScoredTile {
+  const uint8_t* records;
+  int stage;
+  KeyCodes keys;
+  Scores scores;
+  Scales scales;
+};
 
-    Weights weights;
-    float total[2];
-    pack_weights<kLayout>(scores, scales, p.scale_log2, softmax, weights, total);
-    softmax.sum[0] += total[0];
-    softmax.sum[1] += total[1];
-    if (kHasScale && __any_sync(~0u, outgrown(weights))) {
-      lower_exponents(scores, scales, p.scale_log2, softmax, sums);
-      pack_weights<kLayout>(scores, scales, p.scale_log2, softmax, weights, total);
-    }
-    add_values<kLayout>(records, weights, chunk, lane, sums);
-    __syncwarp();
-    if (lane.index == 0) barrier_arrive(shared_address(&shared.empty[stage]));
-    buffer ^= 1;
+// One warp's way through its group's tiles: the next tile's scores are begun before the last one's are put to use, so
+// that the two fill each other's waits.
+template <int kLayout, class QueryT>
+struct Consumer {
+  static constexpr int kStages = SharedMemory<kLayout>::kStages;
+  static constexpr bool kHasScale = Records<kLayout>::kHasScale;
+
+  const Query<kLayout, QueryT>& q;
+  const int group, chunk;
+  const Lane lane;
+  SharedMemory<kLayout>& shared;
+  int stage = group;
+  int buffer = 0;
+  uint32_t parity = 0;
+
+  TSM_DEVICE ScoredTile<kLayout> wait_for_tile() {
+    ScoredTile<kLayout> tile;
+    tile.records = shared.tiles[stage];
+    tile.stage = stage;
+    barrier_wait(shared_address(&shared.full[stage]), parity);
+    load_keys<kLayout>(tile.records, chunk, lane, tile.keys);
     stage += kGroups;
     if (stage >= kStages) {
       stage -= kStages;
       parity ^= 1;
     }
+    return tile;
   }
-}
+
+  TSM_DEVICE void score(ScoredTile<kLayout>& tile) {
+    partial_scores<kLayout>(tile.records, tile.keys, q, chunk, lane, tile.scores, tile.scales);
+  }
+
+  TSM_DEVICE void publish(const ScoredTile<kLayout>& tile) {
+    publish_scores(shared.scores[group][buffer], chunk, lane, tile.scores);
+  }
+
+  template <bool kHasNext>
+  TSM_DEVICE void step(ScoredTile<kLayout>& tile, Softmax& softmax, ChunkSums& sums) {
+    ScoredTile<kLayout> next;
+    if constexpr (kHasNext) next = wait_for_tile();
+    named_barrier(1 + group, kGroupThreads);
+    sum_over_chunks(shared.scores[group][buffer], chunk, lane, tile.scores);
+    buffer ^= 1;
+    mask_absent(*reinterpret_cast<const uint32_t*>(shared.valid[tile.stage]), lane, tile.scores);
+    if constexpr (kHasNext) score(next);
+    raise_maxima<kLayout>(tile.scores, q.factor, softmax, sums);
+
+    Weights weights;
+    float total[2];
+    pack_weights<kLayout>(tile.scores, tile.scales, q.factor, softmax, weights, total);
+    if (kHasScale && __any_sync(~0u, outgrown(weights))) {
+      raise_references(tile.scores, tile.scales, q.factor, softmax, sums);
+      pack_weights<kLayout>(tile.scores, tile.scales, q.factor, softmax, weights, total);
+    }
+    softmax.sum[0] += total[0] * kSumFactor;
+    softmax.sum[1] += total[1] * kSumFactor;
+    if constexpr (kHasNext) publish(next);
+    add_values<kLayout>(tile.records, weights, chunk, lane, sums);
+    __syncwarp();
+    if (lane.index == 0) barrier_arrive(shared_address(&shared.empty[tile.stage]));
+    if constexpr (kHasNext) tile = next;
+  }
+
+  TSM_DEVICE void attend(int tiles, Softmax& softmax, ChunkSums& sums) {
+    if (tiles <= group) return;
+    ScoredTile<kLayout> tile = wait_for_tile();
+    score(tile);
+    publish(tile);
+    for (int i = group + kGroups; i < tiles; i += kGroups) step<true>(tile, softmax, sums);
+    step<false>(tile, softmax, sums);
+  }
+};
 
 // Half of a group's heads, merged over both groups and normalised.
 struct Merged {
@@ -367,17 +437,18 @@ TSM_DEVICE Merged merge_groups(int group, int chunk, const Lane& lane, const Sof
     given[ch * kGroupThreads] = make_float4(sums[2 * ch][2], sums[2 * ch + 1][2], sums[2 * ch][3], sums[2 * ch + 1][3]);
   }
   if (lane.quad == 0) {
-    shared.group_state[group ^ 1][chunk][lane.row] = make_float4(softmax.maximum[1], sum[1], softmax.exponent[1], 0.0f);
+    shared.group_state[group ^ 1][chunk][lane.row] = make_float2(softmax.reference[1], sum[1]);
   }
   named_barrier(kGroups + 1, kConsumerThreads);
 
-  const float4 other = shared.group_state[group][chunk][lane.row];
-  const float maximum = fmaxf(softmax.maximum[0], other.x);
-  const float total = exp2_fast(softmax.maximum[0] - maximum) * sum[0] + exp2_fast(other.x - maximum) * other.y;
-  const float inverse = total == 0.0f ? 0.0f : 1.0f / total;
-  constexpr float kValueExponent = Records<kLayout>::kValueExponent;
-  const float own_factor = exp2_fast(softmax.maximum[0] - maximum - softmax.exponent[0] + kValueExponent) * inverse;
-  const float other_factor = exp2_fast(other.x - maximum - other.z + kValueExponent) * inverse;
+  const float2 other = shared.group_state[group][chunk][lane.row];
+  const float reference = fmaxf(softmax.reference[0], other.x);
+  const float own_share = exp2_fast(softmax.reference[0] - reference), other_share = exp2_fast(other.x - reference);
+  const float total = own_share * sum[0] + other_share * other.y;
+  // Values are 2 ** kValueExponent larger than their operands, and sums of weights kSumFactor smaller.
+  constexpr float kFactor = (1 << Records<kLayout>::kValueExponent) * kSumFactor;
+  const float inverse = total == 0.0f ? 0.0f : kFactor / total;
+  const float own_factor = own_share * inverse, other_factor = other_share * inverse;
 
   Merged merged;
   const float4* received = shared.handed_over(group) + thread;
@@ -389,7 +460,7 @@ TSM_DEVICE Merged merge_groups(int group, int chunk, const Lane& lane, const Sof
     merged.values[ch][2] = own_factor * sums[2 * ch][1] + other_factor * x.z;
     merged.values[ch][3] = own_factor * sums[2 * ch + 1][1] + other_factor * x.w;
   }
-  merged.lse_log2 = total == 0.0f ? -INFINITY : maximum + __log2f(total);
+  merged.lse_log2 = total == 0.0f ? -INFINITY : reference + kSumExponent + __log2f(total);
   return merged;
 }
 
@@ -424,29 +495,45 @@ TSM_DEVICE void store_numbers(void* out, FloatType type, int64_t at, const float
   }
 }
 
+// Writes a lane's latents times `factor` from element `at` on.
 template <int kLayout>
-TSM_DEVICE void store_part(const AttendParams& p, const Part& part, int head, int chunk, const Lane& lane,
+TSM_DEVICE void store_runs(void* out, FloatType type, int64_t at, float factor, const Lane& lane,
                            const Merged& merged) {
-  const bool writes_lse = chunk == 0 && lane.quad == 0;
-  if (p.splits > 1) {
-    const int64_t result = (part.row * p.splits + part.split) * p.heads + head;
-    if (writes_lse) p.partial_lse[result] = merged.lse_log2;
-    float* out = p.partial_out + result * kLatentDim + chunk * kChunkLatents;
-    for_each_run<kLayout>(merged.values, lane,
-                          [&](int latent, const auto& x) { store_numbers(out, FloatType::kFp32, latent, x); });
-    return;
-  }
-  const int64_t result = part.row * p.heads + head;
-  const float lse = merged.lse_log2 * kLn2;
-  if (writes_lse) p.lse[result] = lse;
-  const float factor = merged.lse_log2 == -INFINITY ? 0.0f : sink_factor(p.sink, head, lse);
   for_each_run<kLayout>(merged.values, lane, [&](int latent, const auto& x) {
     constexpr int kCount = sizeof(x) / sizeof(float);
     float scaled[kCount];
 #pragma unroll
     for (int i = 0; i < kCount; ++i) scaled[i] = x[i] * factor;
-    store_numbers(p.out, p.out_type, result * kLatentDim + chunk * kChunkLatents + latent, scaled);
+    store_numbers(out, type, at + latent, scaled);
   });
+}
+
+template <int kLayout>
+TSM_DEVICE void store_partial(const Partials& partials, int64_t result, bool present, int chunk, const Lane& lane,
+                              const Merged& merged) {
+  float peak = 0.0f;
+#pragma unroll
+  for (int ch = 0; ch < 8; ++ch) {
+#pragma unroll
+    for (int i = 0; i < 4; ++i) peak = fmaxf(peak, fabsf(merged.values[ch][i]));
+  }
+  const Unit scale = unit_of(quad_max(peak));
+  if (!present) return;
+  if (lane.quad == 0) {
+    partials.units[result * kChunks + chunk] = scale.unit;
+    if (chunk == 0) partials.lse_log2[result] = merged.lse_log2;
+  }
+  store_runs<kLayout>(partials.latents, FloatType::kFp16, result * kLatentDim + chunk * kChunkLatents, scale.inverse,
+                      lane, merged);
+}
+
+template <int kLayout>
+TSM_DEVICE void store_final(const AttendParams& p, int64_t result, int head, int chunk, const Lane& lane,
+                            const Merged& merged) {
+  const float lse = merged.lse_log2 * kLn2;
+  if (chunk == 0 && lane.quad == 0) p.lse[result] = lse;
+  const float factor = merged.lse_log2 == -INFINITY ? 0.0f : sink_factor(p.sink, head, lse);
+  store_runs<kLayout>(p.out, p.out_type, result * kLatentDim + chunk * kChunkLatents, factor, lane, merged);
 }
 
 template <int kLayout, class QueryT>
@@ -474,21 +561,18 @@ __global__ void __launch_bounds__(kThreads, 1) attend_kernel(const __grid_consta
     const int group = threadIdx.x / kGroupThreads, chunk = threadIdx.x / 32 % kChunks;
     // The second group holds its two halves of the heads the other way round: each ends up with its first.
     Query<kLayout, QueryT> q;
-#pragma unroll
-    for (int half = 0; half < 2; ++half) {
-      const int head = part.head_tile * kTileHeads + lane.row + 8 * (half ^ group);
-      const uint16_t* source = p.q + part.row * p.q_row_stride + head * Records<kLayout>::kQueryDim;
-      q.load_head(source, p.q_aligned, head < p.heads, half, chunk, lane);
-    }
-    constexpr bool kHasScale = Records<kLayout>::kHasScale;
+    load_query(p, part, group, chunk, lane, shared, q);
     Softmax softmax;
-    softmax.exponent[0] = softmax.exponent[1] = kHasScale ? kFirstExponent : 0.0f;
-    softmax.factor[0] = softmax.factor[1] = exp2_fast(softmax.exponent[0]);
     ChunkSums sums = {};
-    consume<kLayout>(p, part.tiles(), q, group, chunk, lane, shared, softmax, sums);
+    Consumer<kLayout, QueryT>{q, group, chunk, lane, shared}.attend(part.tiles(), softmax, sums);
     const Merged merged = merge_groups<kLayout>(group, chunk, lane, softmax, sums, shared);
     const int head = part.head_tile * kTileHeads + lane.row + 8 * group;
-    if (head < p.heads) store_part<kLayout>(p, part, head, chunk, lane, merged);
+    if (p.splits > 1) {
+      const int64_t result = (part.row * p.splits + part.split) * p.heads + head;
+      store_partial<kLayout>(p.partials, result, head < p.heads, chunk, lane, merged);
+    } else if (head < p.heads) {
+      store_final<kLayout>(p, part.row * p.heads + head, head, chunk, lane, merged);
+    }
   }
 }
 

@@ -31,16 +31,19 @@ TSM_DEVICE void barrier_arrive_expecting(uint32_t barrier, int bytes) {
   asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes) : "memory");
 }
 
+// How long a waiting thread may sleep before it looks again of itself: it is woken when the barrier completes.
+inline constexpr uint32_t kLongestSleepNs = 10'000'000;
+
 TSM_DEVICE void barrier_wait(uint32_t barrier, uint32_t parity) {
   asm volatile(
       "{\n"
       ".reg .pred done;\n"
-      "WAIT: mbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1;\n"
+      "WAIT: mbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1, %2;\n"
       "@done bra DONE;\n"
       "bra WAIT;\n"
       "DONE:\n"
       "}" ::"r"(barrier),
-      "r"(parity)
+      "r"(parity), "r"(kLongestSleepNs)
       : "memory");
 }
 
@@ -131,10 +134,16 @@ TSM_DEVICE uint32_t e4m3_pair_to_fp16(uint16_t codes) {
   return pair;
 }
 
-// Four e4m3 codes to two fp16 pairs, exactly.
+// Four e4m3 codes to two fp16 pairs, exactly. One statement, in which the conversion takes either half of a register.
 TSM_DEVICE void e4m3_to_fp16(uint32_t codes, uint32_t& low, uint32_t& high) {
-  low = e4m3_pair_to_fp16(static_cast<uint16_t>(codes));
-  high = e4m3_pair_to_fp16(static_cast<uint16_t>(codes >> 16));
+  asm("{\n"
+      ".reg .b16 a, b;\n"
+      "mov.b32 {a, b}, %2;\n"
+      "cvt.rn.f16x2.e4m3x2 %0, a;\n"
+      "cvt.rn.f16x2.e4m3x2 %1, b;\n"
+      "}"
+      : "=r"(low), "=r"(high)
+      : "r"(codes));
 }
 
 // The kPair-th nibble of each 16-bit half as e2m1, to a pair of fp16 values times 2 ** -14, exactly.

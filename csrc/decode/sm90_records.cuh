@@ -85,15 +85,15 @@ TSM_DEVICE void load_pairs(const uint16_t* source, bool aligned, bool present, u
   }
 }
 
-// A power of two that brings `peak` to 2 ** 6 or more but below 2 ** 7, and its inverse. fp16 then keeps all bits of
-// elements down to 2 ** -20 of the largest, and sums of products with scales of any usual size stay in fp32.
+// A power of two that brings `peak` to 1 or more but below 2, and its inverse. In fp16 what is far smaller loses bits,
+// but never more than 2 ** -25 of the peak; sums of products with scales of any usual size stay in fp32.
 struct Unit {
-  float unit = 1.0f;
-  float inverse = 1.0f;
+  float unit;
+  float inverse;
 };
 
 TSM_DEVICE Unit unit_of(float peak) {
-  const uint32_t exponent = max(__float_as_uint(peak) & 0x7F800000u, 7u << 23) - (6u << 23);
+  const uint32_t exponent = min(max(__float_as_uint(peak) & 0x7F800000u, 1u << 23), 253u << 23);
   return {__uint_as_float(exponent), __uint_as_float((254u << 23) - exponent)};
 }
 
@@ -101,62 +101,94 @@ TSM_DEVICE Unit unit_of(float peak) {
 template <int kLayout, class QueryT>
 struct Query {
   using R = Records<kLayout>;
+  // bf16 operands need no unit. Others are divided by one power of two for each head.
+  static constexpr bool kHasUnit = R::kLatent != Storage::kBf16;
   static constexpr bool kSplitRope = R::kRope == Storage::kBf16 && std::is_same_v<QueryT, __half>;
   static constexpr int kRopeTerms = R::kRope == Storage::kNone ? 0 : kSplitRope ? 2 : 1;
+  // RoPE parts so much larger than the latents count too, so that they stay in range when divided by the unit.
+  static constexpr float kRopeShare = 0x1p-60f;
+  static_assert(kHasUnit || std::is_same_v<QueryT, __nv_bfloat16>);
 
   uint32_t latent[kChunkSteps][4];
   uint32_t rope[kRopeTerms > 0 ? kRopeTerms : 1][4];
-  float unit[2];       // of the two heads' latents
-  float rope_unit[2];  // of their RoPE parts, where those are fp16
+  float factor[2];       // of the two heads' scores: unit x softmax scale x log2 e
+  float rope_factor[2];  // of their RoPE products, where those are fp16
 
-  // `half`: which of the lane's two heads; `source`: that head's query.
-  TSM_DEVICE void load_head(const uint16_t* source, bool aligned, bool present, int half, int chunk, const Lane& lane) {
+  // What a lane loads of one head, and the largest magnitude in this chunk.
+  struct Raw {
+    uint32_t latent[4][4];
+    uint32_t rope[2];
+    float peak;
+  };
+
+  // `source`: the head's query.
+  TSM_DEVICE static Raw load(const uint16_t* source, bool aligned, bool present, int chunk, const Lane& lane) {
+    Raw raw;
     const uint16_t* latents = source + chunk * kChunkLatents;
-    if constexpr (R::kLatent == Storage::kBf16) {
-      static_assert(std::is_same_v<QueryT, __nv_bfloat16>);
-      unit[half] = 1.0f;
 #pragma unroll
-      for (int step = 0; step < kChunkSteps; ++step) {
-        uint32_t low[1], high[1];
-        load_pairs(latents + 16 * step + 2 * lane.quad, aligned, present, low);
-        load_pairs(latents + 16 * step + 2 * lane.quad + 8, aligned, present, high);
-        latent[step][half] = low[0], latent[step][2 + half] = high[0];
+    for (int i = 0; i < 4; ++i) {
+      if constexpr (kHasUnit) {
+        load_pairs(latents + 32 * lane.quad + 8 * i, aligned, present, raw.latent[i]);
+      } else {
+#pragma unroll
+        for (int k = 0; k < 4; ++k) {
+          uint32_t pair[1];
+          load_pairs(latents + 32 * i + 8 * k + 2 * lane.quad, aligned, present, pair);
+          raw.latent[i][k] = pair[0];
+        }
       }
-    } else {
-      load_fp16_latents(latents + 32 * lane.quad, aligned, present, half);
     }
     if constexpr (R::kRope != Storage::kNone) {
-      uint32_t pairs[2];
-      load_pairs(source + kLatentDim + chunk * kChunkRope + 4 * lane.quad, aligned, present, pairs);
-      set_rope(pairs, half);
+      load_pairs(source + kLatentDim + chunk * kChunkRope + 4 * lane.quad, aligned, present, raw.rope);
+    }
+    if constexpr (kHasUnit) raw.peak = quad_max(peak_of(raw));
+    return raw;
+  }
+
+  // `half`: which of the lane's two heads; `peak`: the head's largest magnitude.
+  TSM_DEVICE void set(int half, const Raw& raw, float peak, float scale_log2) {
+    factor[half] = scale_log2;
+    if constexpr (kHasUnit) {
+      const Unit unit = unit_of(peak);
+      factor[half] *= unit.unit * (1 << R::kValueExponent);
+      set_fp16_latents(half, raw, unit.inverse);
+      if constexpr (R::kRope != Storage::kNone) set_rope(half, raw, unit.inverse / (1 << R::kValueExponent));
+    } else {
+#pragma unroll
+      for (int step = 0; step < kChunkSteps; ++step) {
+        latent[step][half] = raw.latent[step / 2][step % 2 * 2];
+        latent[step][2 + half] = raw.latent[step / 2][step % 2 * 2 + 1];
+      }
+      if constexpr (R::kRope != Storage::kNone) rope[0][half] = raw.rope[0], rope[0][2 + half] = raw.rope[1];
     }
   }
 
  private:
-  // 32 latents of a head.
-  TSM_DEVICE void load_fp16_latents(const uint16_t* latents, bool aligned, bool present, int half) {
-    uint32_t pairs[4][4];
+  TSM_DEVICE static float pair_peak(uint32_t pair) {
+    const float2 x = query_pair<QueryT>(pair);
+    return fmaxf(fabsf(x.x), fabsf(x.y));
+  }
+
+  TSM_DEVICE static float peak_of(const Raw& raw) {
     float peak = 0.0f;
 #pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      load_pairs(latents + 8 * i, aligned, present, pairs[i]);
-#pragma unroll
-      for (int k = 0; k < 4; ++k) {
-        const float2 x = query_pair<QueryT>(pairs[i][k]);
-        peak = fmaxf(peak, fmaxf(fabsf(x.x), fabsf(x.y)));
-      }
+    for (int i = 0; i < 16; ++i) peak = fmaxf(peak, pair_peak(raw.latent[i / 4][i % 4]));
+    if constexpr (R::kRope != Storage::kNone) {
+      peak = fmaxf(peak, kRopeShare * fmaxf(pair_peak(raw.rope[0]), pair_peak(raw.rope[1])));
     }
-    const Unit scale = unit_of(quad_max(peak));
-    unit[half] = scale.unit * (1 << R::kValueExponent);
+    return peak;
+  }
+
+  TSM_DEVICE void set_fp16_latents(int half, const Raw& raw, float inverse) {
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
       float x[8];
 #pragma unroll
       for (int k = 0; k < 4; ++k) {
-        const float2 pair = query_pair<QueryT>(pairs[i][k]);
-        x[2 * k] = pair.x * scale.inverse, x[2 * k + 1] = pair.y * scale.inverse;
+        const float2 pair = query_pair<QueryT>(raw.latent[i][k]);
+        x[2 * k] = pair.x * inverse, x[2 * k + 1] = pair.y * inverse;
       }
-      // The latent order of load_keys: e4m3 codes in memory order, e2m1 codes in pairs four apart.
+      // The latent order of multiply_keys: e4m3 codes in memory order, e2m1 codes in pairs four apart.
       constexpr bool kFourApart = R::kLatent == Storage::kE2m1;
 #pragma unroll
       for (int k = 0; k < 4; ++k) {
@@ -166,25 +198,26 @@ struct Query {
     }
   }
 
-  TSM_DEVICE void set_rope(const uint32_t (&pairs)[2], int half) {
+  TSM_DEVICE void set_rope(int half, const Raw& raw, float inverse) {
+    const float2 x = query_pair<QueryT>(raw.rope[0]), y = query_pair<QueryT>(raw.rope[1]);
     if constexpr (R::kRope == Storage::kE4m3) {
-      const float2 x = query_pair<QueryT>(pairs[0]), y = query_pair<QueryT>(pairs[1]);
-      const float peak = fmaxf(fmaxf(fabsf(x.x), fabsf(x.y)), fmaxf(fabsf(y.x), fabsf(y.y)));
-      const Unit scale = unit_of(quad_max(peak));
-      rope_unit[half] = scale.unit;
-      rope[0][half] = pack_fp16(x.x * scale.inverse, x.y * scale.inverse);
-      rope[0][2 + half] = pack_fp16(y.x * scale.inverse, y.y * scale.inverse);
-    } else if constexpr (kSplitRope) {
-      // An fp16 number is the sum of two bf16 numbers.
-#pragma unroll
-      for (int i = 0; i < 2; ++i) {
-        const float2 x = query_pair<QueryT>(pairs[i]);
-        rope[0][2 * i + half] = pack_bf16(x.x, x.y);
-        const float2 high = query_pair<__nv_bfloat16>(rope[0][2 * i + half]);
-        rope[1][2 * i + half] = pack_bf16(x.x - high.x, x.y - high.y);
-      }
+      const Unit unit = unit_of(quad_max(fmaxf(pair_peak(raw.rope[0]), pair_peak(raw.rope[1]))));
+      rope_factor[half] = unit.unit * inverse;
+      rope[0][half] = pack_fp16(x.x * unit.inverse, x.y * unit.inverse);
+      rope[0][2 + half] = pack_fp16(y.x * unit.inverse, y.y * unit.inverse);
     } else {
-      rope[0][half] = pairs[0], rope[0][2 + half] = pairs[1];
+      set_bf16_rope(half, make_float2(x.x * inverse, x.y * inverse), make_float2(y.x * inverse, y.y * inverse));
+    }
+  }
+
+  // Exact: a bf16 number stays one when it is divided by a power of two, an fp16 number is the sum of two.
+  TSM_DEVICE void set_bf16_rope(int half, float2 x, float2 y) {
+#pragma unroll
+    for (int term = 0; term < kRopeTerms; ++term) {
+      rope[term][half] = pack_bf16(x.x, x.y), rope[term][2 + half] = pack_bf16(y.x, y.y);
+      const float2 taken_x = query_pair<__nv_bfloat16>(rope[term][half]);
+      const float2 taken_y = query_pair<__nv_bfloat16>(rope[term][2 + half]);
+      x = make_float2(x.x - taken_x.x, x.y - taken_x.y), y = make_float2(y.x - taken_y.x, y.y - taken_y.y);
     }
   }
 };
@@ -215,27 +248,38 @@ TSM_DEVICE void load_scales(const uint8_t* tile, int chunk, const Lane& lane, Sc
   }
 }
 
-template <int kLayout, class QueryT>
-TSM_DEVICE void multiply_keys(const uint8_t* tile, const Query<kLayout, QueryT>& q, int chunk, const Lane& lane,
-                              Scores& scores) {
+// What of a tile's keys is loaded ahead of their use.
+struct KeyCodes {
+  uint4 codes[kTokenBlocks][2];
+};
+
+template <int kLayout>
+TSM_DEVICE void load_keys(const uint8_t* tile, int chunk, const Lane& lane, KeyCodes& keys) {
   using R = Records<kLayout>;
-  const uint8_t* keys = tile + lane.row * R::kStride + chunk * R::kChunkBytes;
   if constexpr (R::kLatent == Storage::kE4m3) {
-    uint4 codes[kTokenBlocks][2];
+    const uint8_t* source = tile + lane.row * R::kStride + chunk * R::kChunkBytes + 32 * lane.quad;
 #pragma unroll
     for (int block = 0; block < kTokenBlocks; ++block) {
 #pragma unroll
       for (int i = 0; i < 2; ++i) {
-        codes[block][i] =
-            *reinterpret_cast<const uint4*>(keys + 8 * block * R::kStride + 32 * lane.quad + 16 * i);
+        keys.codes[block][i] = *reinterpret_cast<const uint4*>(source + 8 * block * R::kStride + 16 * i);
       }
     }
+  }
+}
+
+template <int kLayout, class QueryT>
+TSM_DEVICE void multiply_keys(const uint8_t* tile, const KeyCodes& loaded, const Query<kLayout, QueryT>& q, int chunk,
+                              const Lane& lane, Scores& scores) {
+  using R = Records<kLayout>;
+  const uint8_t* keys = tile + lane.row * R::kStride + chunk * R::kChunkBytes;
+  if constexpr (R::kLatent == Storage::kE4m3) {
 #pragma unroll
     for (int step = 0; step < kChunkSteps; ++step) {
 #pragma unroll
       for (int block = 0; block < kTokenBlocks; ++block) {
         uint32_t b0, b1;
-        e4m3_to_fp16((&codes[block][step / 4].x)[step % 4], b0, b1);
+        e4m3_to_fp16((&loaded.codes[block][step / 4].x)[step % 4], b0, b1);
         multiply_fp16(scores[block], q.latent[step], b0, b1);
       }
     }
@@ -299,30 +343,28 @@ TSM_DEVICE void add_rope(const uint8_t* tile, const Query<kLayout, QueryT>& q, i
       for (int i = 0; i < 4; ++i) {
         const int token = 8 * block + 2 * lane.quad + i % 2;
         const float scale = *reinterpret_cast<const float*>(tile + token * R::kStride + R::kRopeScaleOffset);
-        scores[block][i] += part[i] * q.rope_unit[i / 2] * scale;
+        scores[block][i] += part[i] * q.rope_factor[i / 2] * scale;
       }
     }
   }
 }
 
-// This warp's part of the scores. The sum over the four chunks is the score.
+// This warp's part of the scores, in units of q.factor. The sum over the four chunks is the score.
 template <int kLayout, class QueryT>
-TSM_DEVICE void partial_scores(const uint8_t* tile, const Query<kLayout, QueryT>& q, int chunk, const Lane& lane,
-                               Scores& scores, Scales& scales) {
-  using R = Records<kLayout>;
+TSM_DEVICE void partial_scores(const uint8_t* tile, const KeyCodes& keys, const Query<kLayout, QueryT>& q, int chunk,
+                               const Lane& lane, Scores& scores, Scales& scales) {
   load_scales<kLayout>(tile, chunk, lane, scales);
 #pragma unroll
   for (int block = 0; block < kTokenBlocks; ++block) {
 #pragma unroll
     for (int i = 0; i < 4; ++i) scores[block][i] = 0.0f;
   }
-  multiply_keys<kLayout>(tile, q, chunk, lane, scores);
+  multiply_keys<kLayout>(tile, keys, q, chunk, lane, scores);
+  if constexpr (Records<kLayout>::kHasScale) {
 #pragma unroll
-  for (int block = 0; block < kTokenBlocks; ++block) {
+    for (int block = 0; block < kTokenBlocks; ++block) {
 #pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      if constexpr (R::kLatent != Storage::kBf16) scores[block][i] *= q.unit[i / 2];
-      if constexpr (R::kHasScale) scores[block][i] *= scales[block][i % 2];
+      for (int i = 0; i < 4; ++i) scores[block][i] *= scales[block][i % 2];
     }
   }
   add_rope<kLayout>(tile, q, chunk, lane, scores);

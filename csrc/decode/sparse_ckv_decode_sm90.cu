@@ -147,18 +147,40 @@ sm90::AttendParams attend_params(const SparseCkvDecode& call, int64_t splits, bo
   return params;
 }
 
+template <int kSplitLanes>
+void launch_merge(const sm90::MergeParams& merge, cudaStream_t stream) {
+  const int64_t threads = int64_t{merge.results} * (kLatentDim / sm90::kMergeLatents) * kSplitLanes;
+  launch(sm90::merge_kernel<kSplitLanes>, ceil_div(threads, sm90::kMergeThreads), sm90::kMergeThreads, 0, stream,
+         merge);
+}
+
+// As many threads share the parts of a latent as keep each to a few loads.
 void launch_merge(const sm90::AttendParams& attend, int64_t rows, cudaStream_t stream) {
   sm90::MergeParams merge = {};
-  merge.partial_out = attend.partial_out;
-  merge.partial_lse = attend.partial_lse;
+  merge.partials = attend.partials;
   merge.sink = attend.sink;
   merge.out = attend.out;
   merge.out_type = attend.out_type;
   merge.lse = attend.lse;
+  merge.results = static_cast<uint32_t>(rows * attend.heads);
   merge.heads = attend.heads;
   merge.splits = attend.splits;
-  const int64_t blocks = rows * attend.heads * (kLatentDim / sm90::kMergeLatents);
-  launch(sm90::merge_kernel, blocks, 32 * sm90::kMergeWarps, 0, stream, merge);
+  if (attend.splits <= sm90::kMergeLoads) {
+    launch_merge<1>(merge, stream);
+  } else if (attend.splits <= 2 * sm90::kMergeLoads) {
+    launch_merge<2>(merge, stream);
+  } else {
+    launch_merge<8>(merge, stream);
+  }
+}
+
+// Cuts the workspace up. It has room for fp32 latents, which the portable kernels put there.
+sm90::Partials partials_in(void* workspace, int64_t results) {
+  sm90::Partials partials = {};
+  partials.latents = static_cast<uint16_t*>(workspace);
+  partials.units = reinterpret_cast<float*>(partials.latents + results * kLatentDim);
+  partials.lse_log2 = partials.units + results * sm90::kChunks;
+  return partials;
 }
 
 int64_t element_bytes(FloatType type) { return type == FloatType::kFp32 ? 4 : 2; }
@@ -189,10 +211,7 @@ void sparse_ckv_decode_sm90(const SparseCkvDecode& call, void* workspace, bool b
     params.lengths = call.lengths ? call.lengths + first : nullptr;
     params.out = static_cast<char*>(call.out) + results * kLatentDim * element_bytes(call.out_type);
     params.lse = static_cast<float*>(call.lse) + results;
-    if (splits > 1) {
-      params.partial_out = static_cast<float*>(workspace);
-      params.partial_lse = params.partial_out + rows * splits * call.heads * kLatentDim;
-    }
+    if (splits > 1) params.partials = partials_in(workspace, rows * splits * call.heads);
     launch_named(call.layout, params, call.q_type, rows, device, cuda_stream);
     if (splits > 1) launch_merge(params, rows, cuda_stream);
   }
