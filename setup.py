@@ -60,7 +60,7 @@ class BuildNative(build_ext):
         """Compile the CUDA sources and add them, or say why not and go on."""
         nvcc = _nvcc()
         if nvcc is None:
-            print("torch_sparse_mla: no nvcc: building without the sm_90a kernels; Triton serves every GPU.", flush=True)
+            print("torch_sparse_mla: no nvcc, so no sm_90a kernels: Triton serves every GPU.", flush=True)
             return
         folder = Path(self.build_temp)
         folder.mkdir(parents=True, exist_ok=True)
@@ -107,11 +107,12 @@ def _torch_dir() -> Path:
 
 
 def _nvcc() -> str | None:
-    """The compiler's own path: a wrapper script on PATH does not say where the toolkit's libraries are."""
-    for home in (os.environ.get("CUDA_HOME"), os.environ.get("CUDA_PATH"), "/usr/local/cuda"):
-        if home and os.access(Path(home, "bin", "nvcc"), os.X_OK):
-            return str(Path(home, "bin", "nvcc"))
-    return shutil.which("nvcc")
+    """That of CUDA_HOME where it is set; else the usual place's, or the one on PATH."""
+    home = os.environ.get("CUDA_HOME")
+    places = [Path(home if home is not None else "/usr/local/cuda", "bin", "nvcc")]
+    if home is None and shutil.which("nvcc"):
+        places.append(Path(shutil.which("nvcc")))
+    return next((str(place) for place in places if os.access(place, os.X_OK)), None)
 
 
 native = Extension(

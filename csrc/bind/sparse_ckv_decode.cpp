@@ -45,15 +45,14 @@ void run_workers(int64_t workers, const std::function<void()>& body) {
 }
 
 void sparse_ckv_decode(const Tensor& q, const Tensor& cache, const Tensor& indices,
-                       const std::optional<Tensor>& lengths, const std::optional<Tensor>& sink,
-                       const Tensor& out, const Tensor& lse, const Tensor& workspace,
-                       double softmax_scale, const std::string& layout, bool batch_invariant) {
+                       const std::optional<Tensor>& lengths, const std::optional<Tensor>& sink, const Tensor& out,
+                       const Tensor& lse, const Tensor& workspace, double softmax_scale, const std::string& layout,
+                       bool batch_invariant) {
   // No check of devices: PyTorch calls this only when every tensor is on the CPU.
   const Checks checks("sparse_ckv_decode");
-  const SparseCkvDecode call =
-      check_sparse_ckv_decode(checks, true, q, cache, indices, lengths, sink, out, lse, workspace, softmax_scale,
-                              layout, batch_invariant)
-          .call;
+  const SparseCkvDecode call = check_sparse_ckv_decode(checks, true, q, cache, indices, lengths, sink, out, lse,
+                                                       workspace, softmax_scale, layout, batch_invariant)
+                                   .call;
   const InstructionSet instruction_set = chosen_instruction_set();
   if (checked_mode()) check_sparse_ckv_decode_data(checks, call);
   const int64_t threads = forked ? 1 : torch::stable::get_num_threads();

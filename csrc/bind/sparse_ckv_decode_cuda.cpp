@@ -52,9 +52,9 @@ void call_portable(const Tensor& q, const Tensor& cache, const Tensor& indices, 
                    const std::optional<Tensor>& sink, const Tensor& out, const Tensor& lse, const Tensor& workspace,
                    double softmax_scale, const std::string& layout, bool batch_invariant) {
   using torch::stable::detail::from;
-  std::array<StableIValue, 11> stack{from(q),         from(cache),  from(indices),         from(lengths),
-                                     from(sink),      from(out),    from(lse),             from(workspace),
-                                     from(softmax_scale), from(layout), from(batch_invariant)};
+  std::array<StableIValue, 11> stack{
+      from(q),   from(cache),     from(indices),       from(lengths), from(sink),           from(out),
+      from(lse), from(workspace), from(softmax_scale), from(layout),  from(batch_invariant)};
   if (torch_call_dispatcher(kPortableOp, "", stack.data(), TORCH_ABI_VERSION) != TORCH_SUCCESS) {
     throw std::runtime_error(
         "torch_sparse_mla::sparse_ckv_decode: the portable Triton kernel failed; PyTorch printed its exception, "
@@ -83,8 +83,7 @@ void sparse_ckv_decode(const Tensor& q, const Tensor& cache, const Tensor& indic
   if (checked_mode()) check_device_data(checks, checked.call, device, stream);
   if (checked.call.rows == 0) return;
   if (sm90_unsupported(checked.call, device)) {
-    return call_portable(q, cache, indices, lengths, sink, out, lse, workspace, softmax_scale, layout,
-                         batch_invariant);
+    return call_portable(q, cache, indices, lengths, sink, out, lse, workspace, softmax_scale, layout, batch_invariant);
   }
   sparse_ckv_decode_sm90(checked.call, checked.workspace, batch_invariant, device, stream);
 }

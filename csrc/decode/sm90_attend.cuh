@@ -1,14 +1,15 @@
 // The attention kernel: one block attends with a tile of 16 heads to one part of one row's list.
 //
 // Four producer warps fetch records into a ring of tiles with bulk copies. Two groups of four consumer warps take turns
-// at the tiles; within a group each warp owns one chunk of 128 latents, and the four add up their partial scores through
-// shared memory. At the end the groups merge, and each writes half of the heads.
+// at the tiles; within a group each warp owns one chunk of 128 latents, and the four add up their partial scores
+// through shared memory. At the end the groups merge, and each writes half of the heads.
 //
 // Online softmax with lazily raised maxima. Weights are relative to a reference for each head and chunk that also keeps
 // weight x scale within fp16. References are integers in base 2, so that every rescaling is exact, and only ever rise.
 #pragma once
 
 #include "sm90_records.cuh"
+#include "sparse_ckv_decode.h"
 
 namespace torch_sparse_mla::sm90 {
 
@@ -54,7 +55,7 @@ struct AttendParams {
   void* out;
   FloatType out_type;
   float* lse;
-  Partials partials;           // unused with one split
+  Partials partials;  // unused with one split
   float scale_log2;
   int heads;
   int topk;
@@ -81,7 +82,9 @@ struct SharedMemory {
   uint64_t empty[kStages];
 
   // What a group hands to the other, over tiles that are no longer needed.
-  TSM_DEVICE float4* handed_over(int group) { return reinterpret_cast<float4*>(&tiles[0][0]) + group * 8 * kGroupThreads; }
+  TSM_DEVICE float4* handed_over(int group) {
+    return reinterpret_cast<float4*>(&tiles[0][0]) + group * 8 * kGroupThreads;
+  }
 };
 
 // A block's part of a row's list.
@@ -199,7 +202,8 @@ TSM_DEVICE void load_query(const AttendParams& p, const Part& part, int group, i
 }
 
 // Softmax state of a lane's two heads, in base 2. Weights, their sums and the sums of values are relative to
-// 2 ** reference. Without scales the reference is the maximum; with them it also brings weight x scale into fp16's range.
+// 2 ** reference. Without scales the reference is the maximum; with them it also brings weight x scale into fp16's
+// range.
 struct Softmax {
   float maximum[2] = {kNoMaximum, kNoMaximum};  // an integer
   float reference[2] = {kNoMaximum, kNoMaximum};
@@ -281,6 +285,18 @@ TSM_DEVICE float weight_of(const Scores& scores, const float (&factor)[2], const
   return exp2_fast(fmaf(scores[block][i], factor[i / 2], -softmax.reference[i / 2]));
 }
 
+// Two tokens' weights of one head, as register `i` of step `k`.
+template <int kLayout>
+TSM_DEVICE void pack_pair(float low, float high, int k, int i, Weights& weights) {
+  if constexpr (Records<kLayout>::kLatent == Storage::kBf16) {
+    weights[0][k][i] = pack_bf16(low, high);
+    const float2 taken = float_pair<__nv_bfloat16>(weights[0][k][i]);
+    weights[1][k][i] = pack_bf16(low - taken.x, high - taken.y);
+  } else {
+    weights[0][k][i] = pack_fp16(low, high);
+  }
+}
+
 // The A operand of the values' product from weights x scales.
 template <int kLayout>
 TSM_DEVICE void pack_weights(const Scores& scores, const Scales& scales, const float (&factor)[2],
@@ -296,11 +312,7 @@ TSM_DEVICE void pack_weights(const Scores& scores, const Scales& scales, const f
       if constexpr (Records<kLayout>::kHasScale) w[i] *= scales[block][i % 2];
     }
 #pragma unroll
-    for (int h = 0; h < 2; ++h) {
-      weights[block / 2][block % 2 * 2 + h] = Records<kLayout>::kLatent == Storage::kBf16
-                                                  ? pack_bf16(w[2 * h], w[2 * h + 1])
-                                                  : pack_fp16(w[2 * h], w[2 * h + 1]);
-    }
+    for (int h = 0; h < 2; ++h) pack_pair<kLayout>(w[2 * h], w[2 * h + 1], block / 2, block % 2 * 2 + h, weights);
   }
 }
 
@@ -310,14 +322,14 @@ TSM_DEVICE bool outgrown(const Weights& weights) {
 #pragma unroll
   for (int k = 0; k < kTileTokens / 16; ++k) {
 #pragma unroll
-    for (int i = 0; i < 4; ++i) peak = __hmax2(peak, *reinterpret_cast<const __half2*>(&weights[k][i]));
+    for (int i = 0; i < 4; ++i) peak = __hmax2(peak, *reinterpret_cast<const __half2*>(&weights[0][k][i]));
   }
   return !__hble2(peak, __half2half2(__ushort_as_half(0x7400)));
 }
 
 // Raises the references so that the largest weight x scale of each head is about 2 ** kPeakExponent.
-TSM_DEVICE void raise_references(const Scores& scores, const Scales& scales, const float (&factor)[2],
-                                 Softmax& softmax, ChunkSums& sums) {
+TSM_DEVICE void raise_references(const Scores& scores, const Scales& scales, const float (&factor)[2], Softmax& softmax,
+                                 ChunkSums& sums) {
   float reference[2];
 #pragma unroll
   for (int h = 0; h < 2; ++h) {
@@ -538,8 +550,7 @@ TSM_DEVICE void store_final(const AttendParams& p, int64_t result, int head, int
 
 template <int kLayout, class QueryT>
 __global__ void __launch_bounds__(kThreads, 1) attend_kernel(const __grid_constant__ AttendParams p) {
-  extern __shared__ __align__(128) uint8_t shared_bytes[];
-  auto& shared = *reinterpret_cast<SharedMemory<kLayout>*>(shared_bytes);
+  auto& shared = *reinterpret_cast<SharedMemory<kLayout>*>(dynamic_shared_memory());
   if (threadIdx.x == 0) {
     for (int i = 0; i < SharedMemory<kLayout>::kStages; ++i) {
       barrier_init(shared_address(&shared.full[i]), kProducerWarps);

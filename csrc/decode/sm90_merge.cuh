@@ -63,9 +63,7 @@ __global__ void __launch_bounds__(kMergeThreads, kMergeBlocks) merge_kernel(cons
       part_units[i] = __ldcg(units + part * kChunks);
     }
   };
-  const auto load_lse = [&](int split) {
-    return split < p.splits ? __ldcg(lses + split * p.heads) : -INFINITY;
-  };
+  const auto load_lse = [&](int split) { return split < p.splits ? __ldcg(lses + split * p.heads) : -INFINITY; };
   load_values(0);
   float lse = load_lse(lane);
   float peak = lse;
@@ -94,7 +92,7 @@ __global__ void __launch_bounds__(kMergeThreads, kMergeBlocks) merge_kernel(cons
       const float factor = part_weight * part_units[i];
 #pragma unroll
       for (int k = 0; k < 4; ++k) {
-        const float2 x = query_pair<__half>((&values[i].x)[k]);
+        const float2 x = float_pair<__half>((&values[i].x)[k]);
         sums[2 * k] += factor * x.x, sums[2 * k + 1] += factor * x.y;
       }
     }

@@ -14,6 +14,12 @@ TSM_DEVICE uint32_t shared_address(const void* pointer) {
   return static_cast<uint32_t>(__cvta_generic_to_shared(pointer));
 }
 
+// The memory whose size is given at the launch.
+TSM_DEVICE uint8_t* dynamic_shared_memory() {
+  extern __shared__ __align__(128) uint8_t bytes[];
+  return bytes;
+}
+
 // ---- memory barriers in shared memory, and bulk copies that report to them
 
 TSM_DEVICE void barrier_init(uint32_t barrier, int arrivals) {
@@ -56,7 +62,9 @@ TSM_DEVICE void copy_to_shared(uint32_t target, const void* source, int bytes, u
 // Orders this thread's ordinary shared-memory accesses before later ones of the copy engine.
 TSM_DEVICE void fence_async_proxy() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 
-TSM_DEVICE void named_barrier(int id, int threads) { asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(threads) : "memory"); }
+TSM_DEVICE void named_barrier(int id, int threads) {
+  asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(threads) : "memory");
+}
 
 // ---- programmatic dependent launch
 

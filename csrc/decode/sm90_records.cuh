@@ -8,6 +8,8 @@
 // which a lane's bytes are contiguous.
 #pragma once
 
+#include <type_traits>
+
 #include "../common/record_layout.h"
 #include "sm90_primitives.cuh"
 
@@ -42,20 +44,23 @@ struct Records {
   // An odd number of 16-byte units from record to record: eight lanes that read eight records hit all banks.
   static constexpr int kStride = kBytes / 16 % 2 ? kBytes : kBytes + 16;
   static constexpr int kTileBytes = kTileTokens * kStride;
-  static constexpr int kChunkBytes =
-      kChunkLatents * (kLatent == Storage::kBf16 ? 4 : kLatent == Storage::kE4m3 ? 2 : 1) / 2;
+  static constexpr int kChunkBytes = kChunkLatents *
+                                     (kLatent == Storage::kBf16   ? 4
+                                      : kLatent == Storage::kE4m3 ? 2
+                                                                  : 1) /
+                                     2;
   // One fp32 factor for all latents of a (token, chunk).
   static constexpr bool kHasScale = kLatent == Storage::kE4m3 || kTokenScaleOffset != kNoField;
   // Values enter the products divided by 2 ** kValueExponent: so the largest e2m1 x e4m3 product fits in fp16.
   static constexpr int kValueExponent = kLatent == Storage::kE2m1 ? 7 : 0;
-  static constexpr bool kHasRopeScale = kRopeScaleOffset != kNoField;
+  static constexpr int kWeightTerms = kLatent == Storage::kBf16 ? 2 : 1;
 };
 
 // ---- queries
 
-template <class QueryT>
-TSM_DEVICE float2 query_pair(uint32_t pair) {
-  if constexpr (sizeof(QueryT) == 2 && std::is_same_v<QueryT, __half>) {
+template <class Number>
+TSM_DEVICE float2 float_pair(uint32_t pair) {
+  if constexpr (std::is_same_v<Number, __half>) {
     return __half22float2(*reinterpret_cast<__half2*>(&pair));
   } else {
     return make_float2(__uint_as_float(pair << 16), __uint_as_float(pair & 0xFFFF0000u));
@@ -150,7 +155,8 @@ struct Query {
     factor[half] = scale_log2;
     if constexpr (kHasUnit) {
       const Unit unit = unit_of(peak);
-      factor[half] *= unit.unit * (1 << R::kValueExponent);
+      // Never zero, which would make NaN of an absent token's score of -infinity.
+      factor[half] = fmaxf(factor[half] * unit.unit * (1 << R::kValueExponent), 0x1p-149f);
       set_fp16_latents(half, raw, unit.inverse);
       if constexpr (R::kRope != Storage::kNone) set_rope(half, raw, unit.inverse / (1 << R::kValueExponent));
     } else {
@@ -165,7 +171,7 @@ struct Query {
 
  private:
   TSM_DEVICE static float pair_peak(uint32_t pair) {
-    const float2 x = query_pair<QueryT>(pair);
+    const float2 x = float_pair<QueryT>(pair);
     return fmaxf(fabsf(x.x), fabsf(x.y));
   }
 
@@ -185,7 +191,7 @@ struct Query {
       float x[8];
 #pragma unroll
       for (int k = 0; k < 4; ++k) {
-        const float2 pair = query_pair<QueryT>(raw.latent[i][k]);
+        const float2 pair = float_pair<QueryT>(raw.latent[i][k]);
         x[2 * k] = pair.x * inverse, x[2 * k + 1] = pair.y * inverse;
       }
       // The latent order of multiply_keys: e4m3 codes in memory order, e2m1 codes in pairs four apart.
@@ -199,7 +205,7 @@ struct Query {
   }
 
   TSM_DEVICE void set_rope(int half, const Raw& raw, float inverse) {
-    const float2 x = query_pair<QueryT>(raw.rope[0]), y = query_pair<QueryT>(raw.rope[1]);
+    const float2 x = float_pair<QueryT>(raw.rope[0]), y = float_pair<QueryT>(raw.rope[1]);
     if constexpr (R::kRope == Storage::kE4m3) {
       const Unit unit = unit_of(quad_max(fmaxf(pair_peak(raw.rope[0]), pair_peak(raw.rope[1]))));
       rope_factor[half] = unit.unit * inverse;
@@ -215,8 +221,8 @@ struct Query {
 #pragma unroll
     for (int term = 0; term < kRopeTerms; ++term) {
       rope[term][half] = pack_bf16(x.x, x.y), rope[term][2 + half] = pack_bf16(y.x, y.y);
-      const float2 taken_x = query_pair<__nv_bfloat16>(rope[term][half]);
-      const float2 taken_y = query_pair<__nv_bfloat16>(rope[term][2 + half]);
+      const float2 taken_x = float_pair<__nv_bfloat16>(rope[term][half]);
+      const float2 taken_y = float_pair<__nv_bfloat16>(rope[term][2 + half]);
       x = make_float2(x.x - taken_x.x, x.y - taken_x.y), y = make_float2(y.x - taken_y.x, y.y - taken_y.y);
     }
   }
@@ -289,8 +295,8 @@ TSM_DEVICE void multiply_keys(const uint8_t* tile, const KeyCodes& loaded, const
       const uint8_t* record = keys + 8 * block * R::kStride;
       const uint4 codes = *reinterpret_cast<const uint4*>(record + 16 * lane.quad);
       // The lane's 32 latents are two groups of 16.
-      const uint16_t scale_codes = *reinterpret_cast<const uint16_t*>(
-          record - chunk * R::kChunkBytes + R::kScaleOffset + 8 * chunk + 2 * lane.quad);
+      const uint16_t scale_codes = *reinterpret_cast<const uint16_t*>(record - chunk * R::kChunkBytes +
+                                                                      R::kScaleOffset + 8 * chunk + 2 * lane.quad);
       const uint32_t both = multiply_pair(e4m3_pair_to_fp16(scale_codes), 0x58005800u);  // times 2 ** 7
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
@@ -303,8 +309,8 @@ TSM_DEVICE void multiply_keys(const uint8_t* tile, const KeyCodes& loaded, const
       }
     }
   } else {
-    const uint32_t matrix = shared_address(tile) + lane.index % 8 * R::kStride + chunk * R::kChunkBytes +
-                            lane.index / 8 * 16;
+    const uint32_t matrix =
+        shared_address(tile) + lane.index % 8 * R::kStride + chunk * R::kChunkBytes + lane.index / 8 * 16;
 #pragma unroll
     for (int step = 0; step < kChunkSteps; step += 2) {
 #pragma unroll
@@ -374,15 +380,16 @@ TSM_DEVICE void partial_scores(const uint8_t* tile, const KeyCodes& keys, const 
 
 // sums[n][i]: head row + 8 * (i / 2), one of the chunk's latents: runs() says which.
 using ChunkSums = float[kChunkLatents / 8][4];
-// weights[k]: A operand over tokens 16 * k to 16 * k + 15.
-using Weights = uint32_t[kTileTokens / 16][4];
+// weights[term][k]: A operand over tokens 16 * k to 16 * k + 15. A bf16 weight has 8 bits, which is no better than what
+// the output keeps: beside bf16 latents a weight is the sum of two.
+using Weights = uint32_t[2][kTileTokens / 16][4];
 
 template <int kLayout>
 TSM_DEVICE void add_values(const uint8_t* tile, const Weights& weights, int chunk, const Lane& lane, ChunkSums& sums) {
   using R = Records<kLayout>;
   // Each 8 x 8 matrix is 8 tokens by 16 bytes: two token blocks of one column of bytes, then of the next.
-  const uint32_t matrix = shared_address(tile) + lane.index % 16 * R::kStride + chunk * R::kChunkBytes +
-                          lane.index / 16 * 16;
+  const uint32_t matrix =
+      shared_address(tile) + lane.index % 16 * R::kStride + chunk * R::kChunkBytes + lane.index / 16 * 16;
 #pragma unroll
   for (int k = 0; k < kTileTokens / 16; ++k) {
     const uint32_t matrix_k = matrix + 16 * k * R::kStride;
@@ -396,8 +403,8 @@ TSM_DEVICE void add_values(const uint8_t* tile, const Weights& weights, int chun
           uint32_t even0, odd0, even1, odd1;
           e4m3_to_fp16(__byte_perm(m.r[2 * column], 0, 0x3120), even0, odd0);
           e4m3_to_fp16(__byte_perm(m.r[2 * column + 1], 0, 0x3120), even1, odd1);
-          multiply_fp16(sums[4 * d + 2 * column], weights[k], even0, even1);
-          multiply_fp16(sums[4 * d + 2 * column + 1], weights[k], odd0, odd1);
+          multiply_fp16(sums[4 * d + 2 * column], weights[0][k], even0, even1);
+          multiply_fp16(sums[4 * d + 2 * column + 1], weights[0][k], odd0, odd1);
         }
       }
     } else if constexpr (R::kLatent == Storage::kE2m1) {
@@ -406,8 +413,7 @@ TSM_DEVICE void add_values(const uint8_t* tile, const Weights& weights, int chun
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
         const int token = 16 * k + 2 * lane.quad + i % 2 + 8 * (i / 2);
-        const uint2 eight =
-            *reinterpret_cast<const uint2*>(tile + token * R::kStride + R::kScaleOffset + 8 * chunk);
+        const uint2 eight = *reinterpret_cast<const uint2*>(tile + token * R::kStride + R::kScaleOffset + 8 * chunk);
         group_scales[i] = __byte_perm(eight.x, eight.y, lane.row < 4 ? 0x6420 : 0x7531);
       }
 #pragma unroll
@@ -423,13 +429,13 @@ TSM_DEVICE void add_values(const uint8_t* tile, const Weights& weights, int chun
             scale[i] = multiply_pair(e4m3_pair_to_fp16(static_cast<uint16_t>(codes)), 0x58005800u);  // times 2 ** 7
           }
           const uint32_t low = m.r[2 * column], high = m.r[2 * column + 1];
-          multiply_fp16(sums[4 * d], weights[k], multiply_pair(e2m1_to_fp16<0>(low), scale[0]),
+          multiply_fp16(sums[4 * d], weights[0][k], multiply_pair(e2m1_to_fp16<0>(low), scale[0]),
                         multiply_pair(e2m1_to_fp16<0>(high), scale[1]));
-          multiply_fp16(sums[4 * d + 1], weights[k], multiply_pair(e2m1_to_fp16<1>(low), scale[0]),
+          multiply_fp16(sums[4 * d + 1], weights[0][k], multiply_pair(e2m1_to_fp16<1>(low), scale[0]),
                         multiply_pair(e2m1_to_fp16<1>(high), scale[1]));
-          multiply_fp16(sums[4 * d + 2], weights[k], multiply_pair(e2m1_to_fp16<2>(low), scale[0]),
+          multiply_fp16(sums[4 * d + 2], weights[0][k], multiply_pair(e2m1_to_fp16<2>(low), scale[0]),
                         multiply_pair(e2m1_to_fp16<2>(high), scale[1]));
-          multiply_fp16(sums[4 * d + 3], weights[k], multiply_pair(e2m1_to_fp16<3>(low), scale[0]),
+          multiply_fp16(sums[4 * d + 3], weights[0][k], multiply_pair(e2m1_to_fp16<3>(low), scale[0]),
                         multiply_pair(e2m1_to_fp16<3>(high), scale[1]));
         }
       }
@@ -437,8 +443,11 @@ TSM_DEVICE void add_values(const uint8_t* tile, const Weights& weights, int chun
 #pragma unroll
       for (int n = 0; n < kChunkLatents / 8; n += 2) {
         const Matrices m = load_matrices_transposed(matrix_k + 16 * n);
-        multiply_bf16(sums[n], weights[k], m.r[0], m.r[1]);
-        multiply_bf16(sums[n + 1], weights[k], m.r[2], m.r[3]);
+#pragma unroll
+        for (int term = 0; term < R::kWeightTerms; ++term) {
+          multiply_bf16(sums[n], weights[term][k], m.r[0], m.r[1]);
+          multiply_bf16(sums[n + 1], weights[term][k], m.r[2], m.r[3]);
+        }
       }
     }
   }

@@ -1,6 +1,4 @@
 // Host side of the sm_90a decode kernels: which calls they take, how rows are split, how kernels are launched.
-#include "sparse_ckv_decode_sm90.h"
-
 #include <cuda_runtime.h>
 
 #include <algorithm>
@@ -12,6 +10,7 @@
 
 #include "sm90_attend.cuh"
 #include "sm90_merge.cuh"
+#include "sparse_ckv_decode_sm90.h"
 #include "workspace.h"
 
 namespace torch_sparse_mla {
@@ -224,7 +223,8 @@ void sm90_copy_lists(const SparseCkvDecode& call, int32_t* indices, int32_t* len
   check_cuda(cudaStreamIsCapturing(cuda_stream, &status), "cudaStreamIsCapturing");
   if (status != cudaStreamCaptureStatusNone) {
     throw std::runtime_error(
-        "torch_sparse_mla::sparse_ckv_decode: TORCH_SPARSE_MLA_CHECK=1 synchronises and cannot run while a CUDA graph is "
+        "torch_sparse_mla::sparse_ckv_decode: TORCH_SPARSE_MLA_CHECK=1 synchronises and cannot run while a CUDA graph "
+        "is "
         "being captured; check in eager mode first, then capture with TORCH_SPARSE_MLA_CHECK=0");
   }
   // Row by row: a row stride may be 0, which a two-dimensional copy refuses.
@@ -234,9 +234,8 @@ void sm90_copy_lists(const SparseCkvDecode& call, int32_t* indices, int32_t* len
                "cudaMemcpyAsync");
   }
   if (call.lengths) {
-    check_cuda(
-        cudaMemcpyAsync(lengths, call.lengths, sizeof(int32_t) * call.rows, cudaMemcpyDeviceToHost, cuda_stream),
-        "cudaMemcpyAsync");
+    check_cuda(cudaMemcpyAsync(lengths, call.lengths, sizeof(int32_t) * call.rows, cudaMemcpyDeviceToHost, cuda_stream),
+               "cudaMemcpyAsync");
   }
   check_cuda(cudaStreamSynchronize(cuda_stream), "cudaStreamSynchronize");
 }

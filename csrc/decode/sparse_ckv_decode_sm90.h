@@ -19,8 +19,8 @@ const char* sm90_unsupported(const SparseCkvDecode& call, int device);
 void sparse_ckv_decode_sm90(const SparseCkvDecode& call, void* workspace, bool batch_invariant, int device,
                             void* stream);
 
-// Copies a call's lists to host memory, `indices` packed as [rows, topk], and waits. Throws std::runtime_error while the
-// stream is being captured.
+// Copies a call's lists to host memory, `indices` packed as [rows, topk], and waits. Throws std::runtime_error while
+// the stream is being captured.
 void sm90_copy_lists(const SparseCkvDecode& call, int32_t* indices, int32_t* lengths, int device, void* stream);
 
 }  // namespace torch_sparse_mla

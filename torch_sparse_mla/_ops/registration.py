@@ -53,7 +53,7 @@ def _register_kernels(op: Op) -> None:
     # Whether there is a GPU is not asked here: the question starts the driver, which a later fork would not survive.
     if not torch.backends.cuda.is_built():
         return
-    if op.name in _native_cuda_ops:
+    if op.name in native_cuda_ops:
         _portable.define(op.name + op.schema)
         _portable.impl(op.name, _triton_or_error(op), "CUDA")
     else:
@@ -114,7 +114,7 @@ def _explain_cuda(op: Op, device: torch.device) -> tuple[str, str]:
     native_why = ""
     if op.native_cuda:
         capability = torch.cuda.get_device_capability(device)
-        if op.name in _native_cuda_ops and capability == (9, 0):
+        if op.name in native_cuda_ops and capability == (9, 0):
             return "native C++", f"the sm_90a kernels take {op.native_cuda}; anything else goes to the Triton kernel"
         native_why = f"; {_why_not_native_cuda(capability)}"
     try:
@@ -127,7 +127,7 @@ def _explain_cuda(op: Op, device: torch.device) -> tuple[str, str]:
 def _why_not_native_cuda(capability: tuple[int, int]) -> str:
     if native_library is None:
         return f"the native library is not in use: {native_error}"
-    if not _native_cuda_ops:
+    if not native_cuda_ops:
         return "the native library was built without nvcc"
     return f"the native kernels are for sm_90a, this GPU is sm_{capability[0]}{capability[1]}"
 
@@ -139,7 +139,7 @@ library = _define_namespace()
 for _op in OPS.values():
     _register_op(_op)
 native_library, native_error = _load_native(_native_wanted)
-_native_cuda_ops = {name for name, op in OPS.items() if _has_kernel(op, "CUDA")}
+native_cuda_ops = {name for name, op in OPS.items() if _has_kernel(op, "CUDA")}
 _portable = torch.library.Library(_PORTABLE_NAMESPACE, "DEF")
 _python_cpu_ops = {name for name, op in OPS.items() if not _has_kernel(op, "CPU")}
 for _op in OPS.values():
