@@ -52,15 +52,6 @@ EXPORT int64_t torch_sparse_mla_sm90_splits(int64_t rows, int64_t heads, int64_t
   return sm90_splits(rows, heads, topk, batch_invariant);
 }
 
-// Whether the library has the sm_90a kernels.
-EXPORT bool torch_sparse_mla_has_sm90() {
-#ifdef TORCH_SPARSE_MLA_SM90
-  return true;
-#else
-  return false;
-#endif
-}
-
 // Returns true and the stream, or false and the reason.
 EXPORT bool torch_sparse_mla_current_cuda_stream(int32_t device_index, void** stream, char* error, size_t capacity) {
   try {

@@ -71,17 +71,27 @@ void launch(void (*kernel)(Params), int64_t blocks, int threads, size_t shared_b
   check_cuda(cudaLaunchKernelEx(&config, kernel, params), "kernel launch");
 }
 
+// The driver loads a kernel when it is first asked about, which is not allowed while a graph is being captured: the
+// merge kernels that this call may not need, another may.
+void load_merge_kernels() {
+  cudaFuncAttributes attributes;
+  for (const auto kernel : {sm90::merge_kernel<1>, sm90::merge_kernel<2>, sm90::merge_kernel<8>}) {
+    check_cuda(cudaFuncGetAttributes(&attributes, kernel), "cudaFuncGetAttributes");
+  }
+}
+
 template <int kLayout, class QueryT>
 void launch_attend(const sm90::AttendParams& params, int64_t rows, int device, cudaStream_t stream) {
   constexpr int kBytes = sizeof(sm90::SharedMemory<kLayout>);
   static_assert(kBytes <= sm90::kSharedBytes);
   const auto kernel = sm90::attend_kernel<kLayout, QueryT>;
-  // The opt-in belongs to a device's context.
-  static std::atomic<bool> opted_in[kMaxDevices];
-  if (device >= kMaxDevices || !opted_in[device]) {
+  // The opt-in to more shared memory belongs to a device's context, as loaded kernels do.
+  static std::atomic<bool> ready[kMaxDevices];
+  if (device >= kMaxDevices || !ready[device]) {
     check_cuda(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kBytes),
                "cudaFuncSetAttribute");
-    if (device < kMaxDevices) opted_in[device] = true;
+    load_merge_kernels();
+    if (device < kMaxDevices) ready[device] = true;
   }
   launch(kernel, rows * params.head_tiles * params.splits, sm90::kThreads, kBytes, stream, params);
 }

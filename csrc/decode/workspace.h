@@ -27,13 +27,15 @@ inline int64_t num_splits(int64_t rows, int64_t heads, int64_t topk, bool batch_
 inline int64_t sm90_splits(int64_t rows, int64_t heads, int64_t topk, bool batch_invariant) {
   if (batch_invariant) return num_splits(rows, heads, topk, true);
   constexpr int64_t kMultiprocessors = 132, kTileTokens = 32;
+  constexpr int64_t kTilesAtOnce = 2;  // a block's two groups
   constexpr int64_t kTileClocks = 1350, kWaveClocks = 7000, kMergeClocks = 2600, kMergePartClocks = 45;
   const int64_t blocks = rows * ceil_div(heads, kHeadsPerTile), tiles = ceil_div(topk, kTileTokens);
   int64_t best = 1, best_clocks = INT64_MAX;
   for (int64_t splits = 1; splits <= num_splits(rows, heads, topk, false); ++splits) {
     const int64_t parts = blocks * splits, waves = ceil_div(parts, kMultiprocessors);
     const int64_t merge = splits > 1 ? kMergeClocks + kMergePartClocks * parts : 0;
-    const int64_t clocks = waves * (ceil_div(tiles, splits) * kTileClocks + kWaveClocks) + merge;
+    const int64_t rounds = ceil_div(ceil_div(tiles, splits), kTilesAtOnce);
+    const int64_t clocks = waves * (rounds * kTilesAtOnce * kTileClocks + kWaveClocks) + merge;
     if (clocks < best_clocks) best = splits, best_clocks = clocks;
   }
   return best;

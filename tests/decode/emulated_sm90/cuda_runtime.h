@@ -142,6 +142,11 @@ template <class Kernel>
 cudaError_t cudaFuncSetAttribute(Kernel, int, int) {
   return cudaSuccess;
 }
+struct cudaFuncAttributes {};
+template <class Kernel>
+cudaError_t cudaFuncGetAttributes(cudaFuncAttributes*, Kernel) {
+  return cudaSuccess;
+}
 inline cudaError_t cudaStreamIsCapturing(cudaStream_t, cudaStreamCaptureStatus* status) {
   return *status = cudaStreamCaptureStatusNone, cudaSuccess;
 }
