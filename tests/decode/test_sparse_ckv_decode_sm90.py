@@ -315,16 +315,13 @@ def test_equals_the_portable_kernel_to_rounding():
 def strided(case: DecodeCase, shift: int) -> DecodeCase:
     """Queries whose rows start `shift` elements off an aligned address."""
     rows, heads, dim = case.q.shape
-    storage = torch.zeros(rows * (heads * dim + 8) + shift, dtype=case.q.dtype, device=case.q.device)
+    storage = torch.zeros(rows * (heads * dim + 8) + shift, dtype=case.q.dtype)
     view = storage.as_strided(case.q.shape, (heads * dim + 8, dim, 1), storage_offset=shift)
     return dataclasses.replace(case, q=view.copy_(case.q))
 
 
-@pytest.mark.gpu
 @every_layout
 @pytest.mark.parametrize("shift", [0, 1, 4])
-def test_queries_at_any_alignment_give_the_same_bits(layout, shift):
-    case = make_case(rows=3, heads=5, topk=70, layout=layout)
-    moved = strided(case.to("cuda"), shift)
-    call("op-cuda", "sparse_ckv_decode", moved.args())
-    assert_same_bits((moved.out.cpu(), moved.lse.cpu()), decode("op-cuda", case))
+def test_queries_at_any_alignment_give_the_same_bits(attend, layout, shift):
+    case = make_case(rows=2, heads=5, topk=40, layout=layout)
+    assert_same_bits(attend(strided(case, shift)), attend(case))

@@ -90,9 +90,11 @@ def test_reorder_cache_copies_whole_sequences(name, layout, dcp):
     reordered.reorder_cache(order)
     built = new_cache(model, 3, 80)
     forward(model, tokens[order], built)
+    # Linear layers of glm5_next compute in float32 in a float64 model too. A sequence in the wrong place is off by 1.
+    atol = 1e-5 if name == "glm5_next" else 1e-9
     for seed in (1, 2):  # copies of one parent go on with different tokens
         step = prompt(3, 1, seed)
-        torch.testing.assert_close(forward(model, step, reordered), forward(model, step, built), rtol=0, atol=1e-6)
+        torch.testing.assert_close(forward(model, step, reordered), forward(model, step, built), rtol=0, atol=atol)
 
 
 @pytest.mark.parametrize("name", tiny_models.MODELS)

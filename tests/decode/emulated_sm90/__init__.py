@@ -14,10 +14,12 @@ import torch
 
 from torch_sparse_mla import LAYOUTS
 
-from ..cases import DecodeCase
+from ..cases import POISON_BYTE, DecodeCase
 
 HERE = Path(__file__).parent
 CSRC = Path(__file__).parents[3] / "csrc"
+# Beyond the workspace.
+GUARD, GUARD_BYTES = 0xA5, 4096
 FLOAT_TYPES = {torch.bfloat16: 0, torch.float16: 1, torch.float32: 2}
 
 
@@ -86,6 +88,9 @@ def pointer(tensor: torch.Tensor | None) -> int | None:
 def run(function, case: DecodeCase) -> tuple[torch.Tensor, torch.Tensor]:
     """Emulate the case on the CPU. Raises RuntimeError with what the emulator or the launcher has to say."""
     rows, heads, _ = case.q.shape
+    size = case.workspace.numel()
+    workspace = torch.full((size + GUARD_BYTES,), POISON_BYTE, dtype=torch.uint8)
+    workspace[size:] = GUARD
     call = _Call(
         q=pointer(case.q),
         q_row_stride=case.q.stride(0),
@@ -106,9 +111,9 @@ def run(function, case: DecodeCase) -> tuple[torch.Tensor, torch.Tensor]:
         heads=heads,
         topk=case.indices.shape[1],
     )
-    error = function(
-        ctypes.byref(call), list(LAYOUTS).index(case.layout), pointer(case.workspace), case.batch_invariant
-    )
+    layout = list(LAYOUTS).index(case.layout)
+    error = function(ctypes.byref(call), layout, workspace.data_ptr(), case.batch_invariant)
     if error:
         raise RuntimeError(error.decode())
+    assert (workspace[size:] == GUARD).all(), "written beyond the workspace"
     return case.out, case.lse
