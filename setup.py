@@ -2,9 +2,13 @@
 
 The library is optional: without it the operators run as plain PyTorch on the CPU and as Triton kernels on the GPU. It
 uses nothing of PyTorch but the stable ABI, and no symbol of Python, so one build serves every PyTorch from 2.11 on,
-with or without CUDA, under every Python.
+with or without CUDA, under every Python. Where nvcc is found it also holds the kernels for Hopper GPUs (sm_90a), with
+a CUDA runtime of their own: it needs no CUDA library at run time but the driver's.
 """
 
+import os
+import shutil
+import subprocess
 import sys
 from importlib.util import find_spec
 from pathlib import Path
@@ -26,6 +30,8 @@ NATIVE = "torch_sparse_mla._native"
 # The oldest stable ABI that the sources use: 2.10. Without it the headers choose the ABI of the PyTorch at hand, and
 # the library would not load in an older one.
 STABLE_ABI = "0x020a000000000000"
+CUDA_SOURCES = sorted(str(source) for source in Path("csrc").rglob("*.cu"))
+NVCC_FLAGS = ["-std=c++17", "-O3", "-gencode=arch=compute_90a,code=sm_90a", "-Xcompiler=-fPIC,-fvisibility=hidden"]
 
 
 class BuildNative(build_ext):
@@ -42,12 +48,39 @@ class BuildNative(build_ext):
             torch_dir = _torch_dir()
             ext.extra_compile_args += ["-isystem", str(torch_dir / "include")]
             ext.library_dirs.append(str(torch_dir / "lib"))
+            self._add_cuda(ext)
             super().build_extension(ext)
         except Exception as error:
             # An older library would be taken for the one that these sources make.
             for folder in (Path(self.build_lib), Path()):
                 (folder / self.get_ext_filename(NATIVE)).unlink(missing_ok=True)
             self._warn(error)
+
+    def _add_cuda(self, ext: Extension) -> None:
+        """Compile the CUDA sources and add them, or say why not and go on."""
+        nvcc = _nvcc()
+        if nvcc is None:
+            print("torch_sparse_mla: no nvcc, so no sm_90a kernels: Triton serves every GPU.", flush=True)
+            return
+        folder = Path(self.build_temp)
+        folder.mkdir(parents=True, exist_ok=True)
+        objects = [str(folder / f"{Path(source).stem}.cu.o") for source in CUDA_SOURCES]
+        try:
+            for source, target in zip(CUDA_SOURCES, objects, strict=True):
+                subprocess.run([nvcc, *NVCC_FLAGS, "-c", source, "-o", target], check=True)
+        except (OSError, subprocess.CalledProcessError) as error:
+            lines = (
+                "torch_sparse_mla: WARNING: the sm_90a kernels were not built.",
+                f"  Reason: {error}",
+                "  Triton serves every GPU without them. They need nvcc 12.4 or newer.",
+            )
+            print("\n".join(lines), file=sys.stderr, flush=True)
+            return
+        ext.extra_objects += objects
+        ext.define_macros.append(("TORCH_SPARSE_MLA_SM90", "1"))
+        toolkit = Path(nvcc).resolve().parents[1]
+        ext.library_dirs += [str(folder) for folder in (toolkit / "lib64", toolkit / "lib") if folder.is_dir()]
+        ext.libraries += ["cudart_static", "rt", "pthread"]
 
     def _warn(self, error: Exception) -> None:
         lines = (
@@ -73,10 +106,19 @@ def _torch_dir() -> Path:
     return Path(spec.origin).parent
 
 
+def _nvcc() -> str | None:
+    """That of CUDA_HOME where it is set; else the usual place's, or the one on PATH."""
+    home = os.environ.get("CUDA_HOME")
+    places = [Path(home if home is not None else "/usr/local/cuda", "bin", "nvcc")]
+    if home is None and shutil.which("nvcc"):
+        places.append(Path(shutil.which("nvcc")))
+    return next((str(place) for place in places if os.access(place, os.X_OK)), None)
+
+
 native = Extension(
     NATIVE,
     sources=sorted(str(source) for source in Path("csrc").rglob("*.cpp")),
-    depends=sorted(str(header) for header in Path("csrc").rglob("*.h")),
+    depends=CUDA_SOURCES + sorted(str(header) for header in Path("csrc").rglob("*.*h")),
     language="c++",
     optional=True,
     libraries=["torch_cpu", "dl"],

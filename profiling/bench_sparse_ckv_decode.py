@@ -86,6 +86,10 @@ def _contenders(inputs: DecodeInputs, wanted: set[str]) -> list[Contender]:
     operator = torch.ops.torch_sparse_mla.sparse_ckv_decode.default
     found = [_decode_contender(inputs, ours, operator, False)]
     if device.type == "cuda":
+        if ours == "native-cuda":
+            from torch_sparse_mla.decode import triton_kernels
+
+            found.append(_decode_contender(inputs, "triton", triton_kernels.sparse_ckv_decode, False))
         if inputs.shape.layout == shapes.MAIN_LAYOUT and inputs.shape.rows_per_request == 1:
             # What invariance costs is the same question for every layout, and each one more is a compilation.
             found.append(_decode_contender(inputs, ours + INVARIANT_SUFFIX, operator, True))

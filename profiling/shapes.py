@@ -14,6 +14,7 @@ MAIN_TOPK = 2048
 MAIN_HEADS = 16
 # Enough to see a trend in each of the secondary dimensions.
 FEW_ROWS = (1, 8, 32, 128)
+PREFILL_ROWS = (512, 2048, 8192)
 MTP_ROWS_PER_REQUEST = 4
 MTP_REQUESTS = (1, 8, 16)
 # A request's MTP rows choose from this many times top-k slots. Four rows then have a union of 1.48 x top-k, the
@@ -168,7 +169,8 @@ def decode_grid(device_type: str, quick: bool) -> list[DecodeShape]:
     ]
     others = [layout for layout in LAYOUTS if layout != MAIN_LAYOUT]
     layouts = [DecodeShape(r, MAIN_HEADS, MAIN_TOPK, layout) for layout, r in product(others, FEW_ROWS)]
-    return main + topks + mtp + layouts
+    prefill = [DecodeShape(r, MAIN_HEADS, MAIN_TOPK, MAIN_LAYOUT) for r in PREFILL_ROWS]
+    return main + topks + mtp + prefill + layouts
 
 
 def record_grid(device_type: str, quick: bool) -> list[RecordShape]:

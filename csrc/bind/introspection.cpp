@@ -31,7 +31,7 @@ const char* storage_name(Storage storage) {
 // Writes layout number `position` as "name record_bytes query_dim latent group_size scale_offset token_scale_offset
 // rope rope_offset rope_scale_offset", absent fields as "none". Returns false past the last layout.
 EXPORT bool torch_sparse_mla_record_layout(int position, char* text, size_t capacity) {
-  if (position < 0 || position >= static_cast<int>(sizeof(kRecordLayouts) / sizeof(*kRecordLayouts))) return false;
+  if (position < 0 || position >= kNumRecordLayouts) return false;
   const RecordLayout& layout = kRecordLayouts[position];
   const auto offset = [](int value) { return value == kNoField ? std::string("none") : std::to_string(value); };
   const std::string line = std::string(layout.name) + " " + std::to_string(layout.record_bytes) + " " +
@@ -46,6 +46,10 @@ EXPORT bool torch_sparse_mla_record_layout(int position, char* text, size_t capa
 EXPORT int64_t torch_sparse_mla_decode_workspace_bytes(int64_t rows, int64_t heads, int64_t topk,
                                                        bool batch_invariant) {
   return sparse_ckv_decode_workspace_bytes(rows, heads, topk, batch_invariant);
+}
+
+EXPORT int64_t torch_sparse_mla_sm90_splits(int64_t rows, int64_t heads, int64_t topk, bool batch_invariant) {
+  return sm90_splits(rows, heads, topk, batch_invariant);
 }
 
 // Returns true and the stream, or false and the reason.

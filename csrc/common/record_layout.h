@@ -35,5 +35,6 @@ inline constexpr RecordLayout kRecordLayouts[] = {
     {"nvfp4_ds_mla_fp8rope", 368, 576, Storage::kE2m1, 16, 256, 292, Storage::kE4m3, 304, 288},
     {"nvfp4_mla_nope", 304, 512, Storage::kE2m1, 16, 256, 292, Storage::kNone, kNoField, kNoField},
 };
+inline constexpr int kNumRecordLayouts = sizeof(kRecordLayouts) / sizeof(*kRecordLayouts);
 
 }  // namespace torch_sparse_mla

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-from torch_sparse_mla.decode import reference
+from torch_sparse_mla.decode import reference, triton_kernels
 from torch_sparse_mla.decode.contract import compute_dtype, sparse_ckv_decode_workspace_bytes
 from torch_sparse_mla.records import LATENT_DIM, LAYOUTS, dequantise_records, quantise_records
 
@@ -19,7 +19,13 @@ POISON_BYTE = 0xFF
 # A tail as a page with an index tail has, and a stride that is no multiple of a record.
 TAIL_BYTES = 96
 
-IMPLEMENTATIONS = ("reference", "op-cpu", pytest.param("op-cuda", marks=pytest.mark.gpu))
+# "op-cuda" is what the operator runs on the GPU at hand: on Hopper the native kernels, where they take the call.
+IMPLEMENTATIONS = (
+    "reference",
+    "op-cpu",
+    pytest.param("op-cuda", marks=pytest.mark.gpu),
+    pytest.param("triton-cuda", marks=pytest.mark.gpu),
+)
 every_implementation = pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 
 
@@ -147,13 +153,15 @@ def move(tensor: torch.Tensor, device: str) -> torch.Tensor:
 
 
 def device_of(implementation: str) -> str:
-    return "cuda" if implementation == "op-cuda" else "cpu"
+    return "cuda" if implementation.endswith("-cuda") else "cpu"
 
 
 def call(implementation: str, op: str, args: tuple) -> None:
     """Run one implementation of an operator on arguments that are on its device."""
     if implementation == "reference":
         getattr(reference, op)(*args)
+    elif implementation == "triton-cuda":
+        getattr(triton_kernels, op)(*args)
     else:
         getattr(torch.ops.torch_sparse_mla, op)(*args)
 

@@ -124,7 +124,9 @@ def test_explain_names_the_cpu_kernel(op):
 @pytest.mark.gpu
 @every_op
 def test_explain_names_the_cuda_kernel(op):
-    assert torch_sparse_mla.explain(op.name, "cuda:0")["kernel"] == "triton"
+    explained = torch_sparse_mla.explain(op.name, "cuda:0")
+    native = bool(op.native_cuda) and torch.cuda.get_device_capability(0) == (9, 0)
+    assert explained["kernel"] == ("native C++" if native and "without nvcc" not in explained["why"] else "triton")
 
 
 def test_explain_without_a_gpu(monkeypatch):

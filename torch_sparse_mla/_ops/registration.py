@@ -8,6 +8,8 @@ from ..contract import strict_flag
 from .table import NAMESPACE, OPS, Op
 
 _NATIVE_PATTERN = "_native*.so"
+# Operators whose CUDA kernel is native call their Triton kernel by this name where the native one does not take a call.
+_PORTABLE_NAMESPACE = f"{NAMESPACE}_portable"
 
 
 def _define_namespace() -> torch.library.Library:
@@ -49,7 +51,12 @@ def _register_kernels(op: Op) -> None:
     if not _has_kernel(op, "CPU"):
         library.impl(op.name, op.reference, "CPU")
     # Whether there is a GPU is not asked here: the question starts the driver, which a later fork would not survive.
-    if torch.backends.cuda.is_built() and not _has_kernel(op, "CUDA"):
+    if not torch.backends.cuda.is_built():
+        return
+    if op.name in native_cuda_ops:
+        _portable.define(op.name + op.schema)
+        _portable.impl(op.name, _triton_or_error(op), "CUDA")
+    else:
         library.impl(op.name, _triton_or_error(op), "CUDA")
 
 
@@ -87,7 +94,7 @@ def explain(op: str, device: str | torch.device = "cpu") -> dict[str, str]:
     if device_type == "cpu":
         kernel, why = _explain_cpu(OPS[op])
     elif device_type == "cuda":
-        kernel, why = _explain_cuda(OPS[op])
+        kernel, why = _explain_cuda(OPS[op], torch.device(device))
     else:
         raise ValueError(f"torch_sparse_mla.explain: device: got {device_type!r}; allowed: cpu or cuda")
     return {"op": op, "device": device_type, "kernel": kernel, "why": why}
@@ -101,14 +108,28 @@ def _explain_cpu(op: Op) -> tuple[str, str]:
     return "reference", "the native library has no CPU form of this operator"
 
 
-def _explain_cuda(op: Op) -> tuple[str, str]:
+def _explain_cuda(op: Op, device: torch.device) -> tuple[str, str]:
     if not torch.cuda.is_available():
         return "none", "PyTorch sees no CUDA device"
+    native_why = ""
+    if op.native_cuda:
+        capability = torch.cuda.get_device_capability(device)
+        if op.name in native_cuda_ops and capability == (9, 0):
+            return "native C++", f"the sm_90a kernels take {op.native_cuda}; anything else goes to the Triton kernel"
+        native_why = f"; {_why_not_native_cuda(capability)}"
     try:
         op.load_triton()
     except ImportError as error:
         return "none", f"Triton does not import: {error}; run 'pip install triton'"
-    return "triton", "the portable CUDA kernel, for sm_80 and newer"
+    return "triton", f"the portable CUDA kernel, for sm_80 and newer{native_why}"
+
+
+def _why_not_native_cuda(capability: tuple[int, int]) -> str:
+    if native_library is None:
+        return f"the native library is not in use: {native_error}"
+    if not native_cuda_ops:
+        return "the native library was built without nvcc"
+    return f"the native kernels are for sm_90a, this GPU is sm_{capability[0]}{capability[1]}"
 
 
 # Before the namespace is taken: a bad value must not leave the process unable to import again.
@@ -118,6 +139,8 @@ library = _define_namespace()
 for _op in OPS.values():
     _register_op(_op)
 native_library, native_error = _load_native(_native_wanted)
+native_cuda_ops = {name for name, op in OPS.items() if _has_kernel(op, "CUDA")}
+_portable = torch.library.Library(_PORTABLE_NAMESPACE, "DEF")
 _python_cpu_ops = {name for name, op in OPS.items() if not _has_kernel(op, "CPU")}
 for _op in OPS.values():
     _register_kernels(_op)

@@ -34,6 +34,7 @@ class Op:
         check: the argument checks; the fake (meta) kernel is this and nothing else, since every op returns `()`.
         triton: "module:function" of the CUDA implementation, relative to the package, imported at registration.
         splitting: whether PIECEWISE graphs split at this operator by default.
+        native_cuda: what the native library's CUDA kernels take, where it has any; the rest goes to `triton`.
     """
 
     name: str
@@ -42,6 +43,7 @@ class Op:
     check: Callable[..., object]
     triton: str
     splitting: bool = False
+    native_cuda: str = ""
 
     @property
     def qualified_name(self) -> str:
@@ -81,6 +83,10 @@ OPS: dict[str, Op] = {
             check=decode_contract.check_sparse_ckv_decode,
             triton="decode.triton_kernels:sparse_ckv_decode",
             splitting=True,
+            native_cuda=(
+                "bfloat16 queries with every layout and float16 queries with quantised layouts, under a positive "
+                "softmax scale"
+            ),
         ),
         Op(
             name="sparse_ckv_decode_peers",

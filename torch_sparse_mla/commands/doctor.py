@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 
 from .. import LAYOUTS, __version__, explain, sparse_ckv_decode, write_ckv_records
-from .._ops import OPS, native_error, native_library
+from .._ops import OPS, native_cuda_ops, native_error, native_library
 from ..decode import reference
 from ..decode.contract import sparse_ckv_decode_workspace_bytes
 from . import plan
@@ -155,6 +155,11 @@ def _missing(report: dict) -> list[str]:
     missing = [f"{name}: {OPTIONAL_PACKAGES[name]}" for name, version in report["packages"].items() if version is None]
     if native_library is None:
         missing.append(f"native library: {native_error}")
+    elif not native_cuda_ops:
+        missing.append(
+            "sm_90a kernels: the native library was built without nvcc, so Hopper GPUs run the Triton kernels; "
+            "run 'pip install --no-build-isolation .' where nvcc is installed"
+        )
     if not report["cuda"]["devices"]:
         build = f"PyTorch {torch.__version__} is a CPU build" if torch.version.cuda is None else "no driver or no GPU"
         missing.append(f"CUDA device: {build}; everything runs on the CPU")
