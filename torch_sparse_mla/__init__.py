@@ -11,6 +11,7 @@ from .decode.api import (
 from .exchange.api import ce_exchange, ce_exchange_layers, ce_exchange_start, ce_exchange_wait
 from .exchange.channel import Channel, ExchangeError
 from .exchange.group import LoopbackGroup
+from .graphs import CompiledStep, CUDAGraphMode, GraphPool, GraphSupport, compile, graph_support
 from .records import LAYOUTS, RecordLayout, dequantise_records, quantise_records
 from .records.api import read_ckv_records, write_ckv_records
 from .selection import SelectionPlan, selection_plan_words
@@ -21,9 +22,13 @@ __version__ = "0.1.0"
 __all__ = [
     "LAYOUTS",
     "SPLITTING_OPS",
+    "CUDAGraphMode",
     "Channel",
+    "CompiledStep",
     "DcpSparseDecode",
     "ExchangeError",
+    "GraphPool",
+    "GraphSupport",
     "LinkCosts",
     "LoopbackGroup",
     "RecordLayout",
@@ -32,9 +37,11 @@ __all__ = [
     "ce_exchange_layers",
     "ce_exchange_start",
     "ce_exchange_wait",
+    "compile",
     "current_token_slots",
     "dequantise_records",
     "explain",
+    "graph_support",
     "merge_partial_attention",
     "plan_selection",
     "quantise_records",

@@ -1,5 +1,6 @@
 """One table of operators: name, schema, implementations. Everything else about registration follows from it."""
 
+import enum
 from collections.abc import Callable
 from dataclasses import dataclass
 from importlib import import_module
@@ -18,6 +19,19 @@ NAMESPACE = "torch_sparse_mla"
 _EXCHANGE_SCHEMA = "(Tensor[] caches, Tensor plan, Tensor(a!)[] workspaces, Tensor(b!) state, str channel) -> ()"
 
 
+class GraphSupport(enum.IntEnum):
+    """In which CUDA graphs an operator may be captured; each level allows what those below it do.
+
+    NEVER: none; FULL refuses it, PIECEWISE runs it between graphs. UNIFORM_SINGLE_TOKEN: decode batches of one token a
+    request. UNIFORM_BATCH: batches of equally many tokens a request. ALWAYS: any.
+    """
+
+    NEVER = 0
+    UNIFORM_SINGLE_TOKEN = 1
+    UNIFORM_BATCH = 2
+    ALWAYS = 3
+
+
 @dataclass(frozen=True)
 class Op:
     """One operator.
@@ -29,6 +43,7 @@ class Op:
         check: the argument checks; the fake (meta) kernel is this and nothing else, since every op returns `()`.
         triton: "module:function" of the CUDA implementation, relative to the package, imported at registration.
         splitting: whether PIECEWISE graphs split at this operator by default.
+        graph_support: in which CUDA graphs a call may be captured.
     """
 
     name: str
@@ -37,6 +52,7 @@ class Op:
     check: Callable[..., object]
     triton: str
     splitting: bool = False
+    graph_support: GraphSupport = GraphSupport.ALWAYS
 
     @property
     def qualified_name(self) -> str:

@@ -22,7 +22,7 @@ import torch
 import triton
 import triton.language as tl
 
-from ..triton_launch import AotConfiguration, AotConfigurations, on_device
+from ..triton_launch import AotConfiguration, AotConfigurations, PreparedOp, on_device
 from .contract import check_plan_selection, page_limit
 from .plan import PARTITIONS, SelectionPlan
 
@@ -39,6 +39,9 @@ OPEN = tl.constexpr(-2)
 UNCLAIMED = tl.constexpr(2**63 - 1)
 
 
+_checked = PreparedOp(check_plan_selection, outputs=("plan",))
+
+
 def plan_selection(
     topk: torch.Tensor,
     block_table: torch.Tensor,
@@ -51,7 +54,7 @@ def plan_selection(
     reserved_requests: int = 0,
     reserved_rows_per_request: int = 0,
 ) -> None:
-    selection = check_plan_selection(
+    call = _checked(
         topk,
         block_table,
         plan,
@@ -63,6 +66,7 @@ def plan_selection(
         reserved_requests,
         reserved_rows_per_request,
     )
+    selection = call.checked
     if selection.requests == 0:
         return
     requests, blocks = block_table.shape
@@ -70,7 +74,9 @@ def plan_selection(
     launches = _launches(selection)
     with on_device(plan):
         if requests:
-            launches.first_kernel[(requests, PARTITIONS)](
+            call.launch(
+                launches.first_kernel,
+                (requests, PARTITIONS),
                 topk,
                 block_table,
                 plan,
@@ -86,7 +92,9 @@ def plan_selection(
                 CELLS=launches.cells,
                 **launches.first_options,
             )
-        _union_kernel[(selection.requests, world)](
+        call.launch(
+            _union_kernel,
+            (selection.requests, world),
             topk,
             block_table,
             plan,

@@ -1,0 +1,30 @@
+"""CUDA graphs over the operators: modes, splitting, capture, dispatch, and `compile`, which puts them together.
+
+Each part works by itself, for an engine that has some of them: `graph_support` and `SPLITTING_OPS` say what may be
+captured, `split_graph` splits what Dynamo traced, `CapturedGraph` and `GraphPool` capture and know what must outlive
+them, `Dispatcher` chooses, and `CompiledStep.run` runs a chosen mode and size.
+"""
+
+from .capture import CapturedGraph, GraphPool
+from .dispatcher import Batch, Choice, Dispatcher
+from .modes import CUDAGraphMode, GraphSupport, graph_support
+from .splitting import Piece, describe, split_graph
+from .statistics import Statistics
+from .step import CompiledStep, compile
+
+__all__ = [
+    "Batch",
+    "CUDAGraphMode",
+    "CapturedGraph",
+    "Choice",
+    "CompiledStep",
+    "Dispatcher",
+    "GraphPool",
+    "GraphSupport",
+    "Piece",
+    "Statistics",
+    "compile",
+    "describe",
+    "graph_support",
+    "split_graph",
+]
