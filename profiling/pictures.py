@@ -40,7 +40,12 @@ RC = {
 
 def draw(document: dict, path: Path) -> None:
     """Draw the picture of one results document as a PNG file."""
-    makers = {"sparse_ckv_decode": _draw_decode, "records": _draw_records, results.DEMO: _draw_demo}
+    makers = {
+        "sparse_ckv_decode": _draw_decode,
+        "records": _draw_records,
+        "modes": _draw_modes,
+        results.DEMO: _draw_demo,
+    }
     with plt.rc_context(RC):
         figure = makers[document["bench"]](document)
         figure.savefig(path, dpi=150, metadata={"Software": None})
@@ -76,6 +81,23 @@ def _draw_records(document: dict) -> Figure:
         by_layout = group_by((case for case in cases if case["impl"] == impl), "layout")
         lines = {layout: {case["tokens"]: case["us"] for case in of} for (layout,), of in by_layout.items()}
         _lines(axis, lines, op)
+    return figure
+
+
+def _draw_modes(document: dict) -> Figure:
+    """Two bars for each mode: the host's time, and that of the whole step."""
+    figure, axis = plt.subplots(figsize=(7.0, 3.2), layout="constrained")
+    axis.set_title(f"One step of four layers, {document['device_name']}", loc="left", fontsize=12, color=INK)
+    names = unique(case["impl"] for case in document["cases"])
+    for offset, mode, label, color in ((-0.2, "host", "host", PALETTE[1]), (0.2, "call", "step", PALETTE[0])):
+        times = [next(c["us"] for c in document["cases"] if (c["impl"], c["mode"]) == (name, mode)) for name in names]
+        bars = axis.bar([position + offset for position in range(len(names))], times, 0.36, color=color, label=label)
+        axis.bar_label(bars, [f"{us:,.0f}" for us in times], fontsize=LABEL_POINTS, color=INK)
+    axis.set_xticks(range(len(names)), names)
+    axis.set_yscale("log")
+    axis.set_ylabel("µs")
+    axis.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,g}"))
+    axis.legend(frameon=False)
     return figure
 
 

@@ -33,7 +33,7 @@ def test_a_thing_names_the_graphs_that_use_it():
         users.refuse_if_any("it")
     for graph in graphs[1:]:
         users.discard(graph)
-    with pytest.raises(RuntimeError, match="used by 1 captured CUDA graph.*: graph 0; release"):
+    with pytest.raises(RuntimeError, match=r"used by 1 captured CUDA graph.*: graph 0; release"):
         users.refuse_if_any("it")
     users.discard(graphs[0])
     users.refuse_if_any("it")

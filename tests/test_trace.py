@@ -50,19 +50,25 @@ def test_is_off_by_default():
     assert trace.begin("op/phase", 1) is None and trace.end() is None
 
 
-def test_costs_under_100_ns_when_off():
-    """The least of many measurements, on a machine that others use."""
+def test_costs_two_empty_calls_when_off():
+    """60 ns on a fast machine. Against empty functions measured beside it, since others use this one."""
 
-    def pair() -> None:
-        trace.begin("op/phase", 1)
-        trace.end()
+    def empty(name: str, payload: int) -> None:
+        pass
 
     def nothing() -> None:
         pass
 
-    calls = 20_000
-    cost = min(timeit.repeat(pair, number=calls, repeat=20)) - min(timeit.repeat(nothing, number=calls, repeat=20))
-    assert cost / calls < 250e-9, f"{cost / calls * 1e9:.0f} ns; 100 is the aim on a fast machine"
+    def off() -> None:
+        trace.begin("op/phase", 1)
+        trace.end()
+
+    def bare() -> None:
+        empty("op/phase", 1)
+        nothing()
+
+    rounds = [(timeit.timeit(off, number=5_000), timeit.timeit(bare, number=5_000)) for _ in range(40)]
+    assert min(a for a, _ in rounds) < 3 * min(b for _, b in rounds)
 
 
 def test_ranges_of_an_exchange(domain):
@@ -111,7 +117,9 @@ def test_ranges_do_not_break_a_full_graph(domain):
 
 def test_missing_nvtx_is_named(monkeypatch):
     monkeypatch.setitem(__import__("sys").modules, "nvtx", None)
-    with pytest.raises(ImportError, match="need the package nvtx.*run 'pip install nvtx', or set TORCH_SPARSE_MLA_NVTX=0"):
+    with pytest.raises(
+        ImportError, match=r"need the package nvtx.*run 'pip install nvtx', or set TORCH_SPARSE_MLA_NVTX=0"
+    ):
         trace.enable()
     assert not trace.is_enabled()
 

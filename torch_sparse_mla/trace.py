@@ -4,8 +4,8 @@
     try: ...
     finally: trace.end()
 
-Off by default: `begin` and `end` are then empty functions. `TORCH_SPARSE_MLA_NVTX=1`, or `enable()`, turns ranges on, in
-one domain, named "op/phase" with rows or bytes as payload. Ranges stand inside operator bodies only: in code that is
+Off by default: `begin` and `end` are then empty functions. `TORCH_SPARSE_MLA_NVTX=1`, or `enable()`, turns ranges on,
+in one domain, named "op/phase" with rows or bytes as payload. Ranges stand inside operator bodies only: in code that is
 traced they would break `fullgraph`. A graph replay emits none; the range "graph/replay" stands around it, and
 `phase_of_kernel` says to which phase each of its kernels belongs, for kernels keep their names.
 """

@@ -1,11 +1,11 @@
-"""What every Triton launcher shares: checks and compiled kernels that are kept, the device a launch goes to, and the list
-of kernel configurations that ship.
+"""What every Triton launcher shares: checks and compiled kernels that are kept, the device a launch goes to, and the
+list of kernel configurations that ship.
 
 Most of an eager call's host time would go into checks that come out as before, and into Triton's search for a kernel
 that it has found before. Both depend on nothing but the static properties of the arguments: shapes, strides, types,
-device, the address modulo 16, and every value that is no tensor. So a call is looked up by these (`PreparedOp`); what is
-found holds the result of the checks and the kernels that were compiled for it (`PreparedCall`). What may differ from one
-such call to the next is addresses: whether outputs overlap is asked anew.
+device, the address modulo 16, and every value that is no tensor. So a call is looked up by these (`PreparedOp`); what
+is found holds the result of the checks and the kernels that were compiled for it (`PreparedCall`). What may differ from
+one such call to the next is addresses: whether outputs overlap is asked anew.
 """
 
 import contextlib
@@ -65,8 +65,11 @@ class PreparedCall:
         self.checked = checked
         self._outputs, self._tensors = outputs, tensors
         # Of the last call that passed the check for overlap.
-        self.passed: tuple[int, ...] | None = None
-        self._kernels: dict[tuple[Any, int], tuple[Any, tuple]] = {}
+        self.passed: list[int] | None = None
+        # What the operator worked out from the static properties, for itself.
+        self.kept: Any = None
+        # By the kernel's identity: its own hash is that of its source. Kernels live as long as their module.
+        self._kernels: dict[tuple[int, int], _Compiled] = {}
 
     def launch(self, kernel: Any, grid: tuple[int, ...], *arguments: Any, site: int = 0, **constants: Any) -> None:
         """`kernel[grid](*arguments, **constants)`, on the current device and stream.
@@ -79,11 +82,11 @@ class PreparedCall:
         phase = trace.phase_of_kernel(kernel.__name__) or kernel.__name__
         trace.begin(phase, grid[0])
         try:
-            prepared = self._kernels.get((kernel, site))
-            if prepared is None or kernel.pre_run_hooks:
+            compiled = self._kernels.get((id(kernel), site))
+            if compiled is None or kernel.pre_run_hooks:
                 self._launch_first(kernel, grid, arguments, site, constants)
             else:
-                _launch_prepared(*prepared, grid, arguments)
+                compiled.launch(grid, arguments)
         finally:
             trace.end()
 
@@ -92,11 +95,8 @@ class PreparedCall:
         compiled = kernel[grid](*arguments, **constants)
         # The interpreter returns none.
         if JITFunction is not None and isinstance(kernel, JITFunction) and compiled is not None:
-            rest = kernel.arg_names[len(arguments) :]
-            self._kernels[kernel, site] = compiled, tuple(constants[name] for name in rest)
-
-    def addresses(self, arguments: tuple) -> tuple[int, ...]:
-        return tuple([arguments[index].data_ptr() for index in self._tensors])
+            rest = tuple([constants[name] for name in kernel.arg_names[len(arguments) :]])
+            self._kernels[id(kernel), site] = _Compiled(compiled, rest)
 
     def named(self, names: Sequence[str], arguments: tuple) -> tuple[dict, dict]:
         """Tensors that are written, and those that are read."""
@@ -130,11 +130,10 @@ class PreparedOp:
         if checked_mode():
             # Looks at data, which no property tells.
             self.check(*arguments)
-        key = _static_properties(arguments)
+        key, addresses = _static_properties(arguments)
         call = self._calls.get(key)
         if call is None:
             return self._prepare(key, arguments)
-        addresses = call.addresses(arguments)
         if addresses != call.passed:
             check_no_overlap(self.op, *call.named(self.names, arguments))
             call.passed = addresses
@@ -152,29 +151,40 @@ class PreparedOp:
         return call
 
 
-def _static_properties(arguments: tuple) -> tuple:
-    """All that decides what a call launches, apart from addresses."""
+def _static_properties(arguments: tuple) -> tuple[tuple, list[int]]:
+    """All that decides what a call launches, apart from addresses; and the addresses."""
     properties: list[Any] = []
+    addresses: list[int] = []
     for value in arguments:
         if isinstance(value, torch.Tensor):
-            properties += (value.shape, value.stride(), value.dtype, value.get_device(), value.data_ptr() % ALIGNMENT)
+            address = value.data_ptr()
+            addresses.append(address)
+            properties += (value.shape, value.stride(), value.dtype, value.get_device(), address % ALIGNMENT)
         else:
             properties.append(value)
-    return tuple(properties)
+    return tuple(properties), addresses
 
 
-def _launch_prepared(compiled: Any, rest: tuple, grid: tuple[int, ...], arguments: tuple) -> None:
-    """Launch a compiled kernel as `JITFunction.run` does once it has found it.
+class _Compiled:
+    """A compiled kernel, and the constants that follow its arguments."""
 
-    Pointers go as integers: for tensors the driver would be asked about each.
-    """
-    values = [value.data_ptr() if isinstance(value, torch.Tensor) else value for value in arguments]
-    active = driver.active
-    stream = active.get_current_stream(active.get_current_device())
-    x, y, z = (*grid, 1, 1)[:3]
-    enter, leave = knobs.runtime.launch_enter_hook, knobs.runtime.launch_exit_hook
-    metadata = compiled.launch_metadata(grid, stream, *values, *rest)
-    compiled.run(x, y, z, stream, compiled.function, compiled.packed_metadata, metadata, enter, leave, *values, *rest)
+    def __init__(self, kernel: Any, rest: tuple) -> None:
+        self._kernel, self._rest = kernel, rest
+        self._run, self._function, self._metadata = kernel.run, kernel.function, kernel.packed_metadata
+
+    def launch(self, grid: tuple[int, ...], arguments: tuple) -> None:
+        """Launch as `JITFunction.run` does once it has found the kernel.
+
+        Pointers go as integers: for tensors the driver would be asked about each.
+        """
+        values = [value.data_ptr() if isinstance(value, torch.Tensor) else value for value in arguments]
+        active = driver.active
+        stream = active.get_current_stream(active.get_current_device())
+        enter, leave, metadata = knobs.runtime.launch_enter_hook, knobs.runtime.launch_exit_hook, None
+        if enter is not None:
+            metadata = self._kernel.launch_metadata(grid, stream, *values, *self._rest)
+        x, y, z = grid if len(grid) == 3 else (*grid, 1, 1)[:3]
+        self._run(x, y, z, stream, self._function, self._metadata, metadata, enter, leave, *values, *self._rest)
 
 
 class AotConfiguration(NamedTuple):

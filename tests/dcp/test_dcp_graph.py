@@ -22,7 +22,9 @@ def test_replays_follow_what_changes(strategy, generator):
     currents = [model.current(layer, new) for layer in layers]
     queries = [model.queries() for _ in layers]
     topk, on_device = select(shape, lengths, generator).cuda(), lengths.cuda()
-    model_table, model.block_table = model.block_table, model.block_table.cuda()
+    # Both are kept: the graph reads the one on the device.
+    model_table, device_table = model.block_table, model.block_table.cuda()
+    model.block_table = device_table
 
     def step():
         return [layer_steps(model, ranks, layer, queries[layer], topk, on_device, currents[layer]) for layer in layers]

@@ -85,5 +85,5 @@ def test_never_captures_what_may_not_be():
 
 @pytest.mark.parametrize("sizes", [(), (0,), (1, -4), (1.0,), (True,), ("8",), (1 << 21,)])
 def test_refuses_sizes(sizes):
-    with pytest.raises(ValueError, match="capture_sizes: got .*; allowed: at least one integer, each from 1 to"):
+    with pytest.raises(ValueError, match=r"capture_sizes: got .*; allowed: at least one integer, each from 1 to"):
         Dispatcher(CUDAGraphMode.FULL, sizes)

@@ -219,7 +219,10 @@ class TestAddresses:
         [
             (lambda x, c, s: (x.clone(), c, s), "x: got a tensor at address 0x.*; allowed: the captured one at 0x"),
             (lambda x, c, s: (x[1:], c, s), "x: got a tensor at address"),
-            (lambda x, c, s: (x[:, :2], c, s), r"x: got torch.float32 \[8, 2\] with strides \[4, 1\]; allowed: .*\[8, 4\]"),
+            (
+                lambda x, c, s: (x[:, :2], c, s),
+                r"x: got torch.float32 \[8, 2\] with strides \[4, 1\]; allowed: .*\[8, 4\]",
+            ),
             (lambda x, c, s: (x.view(torch.int32), c, s), r"x: got torch.int32 \[8, 4\]"),
             (lambda x, c, s: (x, [c[0], c[0]], s), r"caches\[1\]: got a tensor at address"),
             (lambda x, c, s: (x, c[:1], s), "caches: got .*; allowed: .*, which the graph has captured"),

@@ -3,8 +3,8 @@
     project -> write records -> plan -> exchange Full -> start S1..S3 -> attend Full -> project
     for S1..S3:  project -> write records -> (wait once) -> patch own tokens -> attend -> project
 
-Attention is real, the rest of a layer is its three projections. `world` loopback ranks run in this process, in turns, on
-one device: the exchange stores into their memory, and nothing crosses a link. Top-k lists are given, as an indexer
+Attention is real, the rest of a layer is its three projections. `world` loopback ranks run in this process, in turns,
+on one device: the exchange stores into their memory, and nothing crosses a link. Top-k lists are given, as an indexer
 would. Used by `profile`, `bench modes` and the tests.
 """
 
@@ -90,9 +90,7 @@ class DecodeStep:
                     ops.ce_exchange_wait(*self._call(rank, slice(1, LAYERS)))
             if layer > 0:
                 for rank in ranks:
-                    ops.write_ckv_records(
-                        latent, rope, currents[rank], self.workspaces[rank][layer], self.sizes.layout
-                    )
+                    ops.write_ckv_records(latent, rope, currents[rank], self.workspaces[rank][layer], self.sizes.layout)
             parts = [self._attend(hidden, layer, rank, len(topk)) for rank in ranks]
             hidden = hidden + sum(parts[1:], parts[0])
         return hidden
@@ -190,9 +188,7 @@ class DecodeStep:
         tokens = hidden @ self.to_record[layer]
         return tokens[:, :LATENT_DIM], tokens[:, LATENT_DIM:] if self.layout.rope else None
 
-    def _fetch(
-        self, topk: torch.Tensor, lengths: torch.Tensor, block_table: torch.Tensor
-    ) -> list[torch.Tensor]:
+    def _fetch(self, topk: torch.Tensor, lengths: torch.Tensor, block_table: torch.Tensor) -> list[torch.Tensor]:
         """Plan, bring the Full layer's records, and start on those of the Shared layers.
 
         Returns: for each rank where the rows' own tokens belong in what is fetched ahead of their writing.
@@ -206,9 +202,7 @@ class DecodeStep:
                 half(*self._call(rank, slice(0, 1)))
         for rank in range(sizes.world):
             ops.ce_exchange_start(*self._call(rank, slice(1, LAYERS)))
-        return [
-            current_token_slots(topk, lengths, self.selection, plan, rows_per_request=1) for plan in self.plans
-        ]
+        return [current_token_slots(topk, lengths, self.selection, plan, rows_per_request=1) for plan in self.plans]
 
     def _call(self, rank: int, layers: slice) -> tuple:
         caches, workspaces = self.caches[rank][layers], self.workspaces[rank][layers]
@@ -221,7 +215,5 @@ class DecodeStep:
         lse = torch.empty(rows, sizes.heads, dtype=torch.float32, device=hidden.device)
         records = self.workspaces[rank][layer]
         remap = self.selection.remap(self.plans[rank])[:rows]
-        ops.sparse_ckv_decode(
-            q, records, remap, None, None, out, lse, self.attend_workspace, self.scale, sizes.layout
-        )
+        ops.sparse_ckv_decode(q, records, remap, None, None, out, lse, self.attend_workspace, self.scale, sizes.layout)
         return out.view(rows, -1) @ self.to_hidden[layer][rank]

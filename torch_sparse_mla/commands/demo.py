@@ -51,6 +51,10 @@ def add_parser(commands: argparse._SubParsersAction) -> None:
         "--strategy", action="append", metavar="NAME",
         help="how the ranks decode; repeatable; default: auto for a world of 2 or more",
     )  # fmt: skip
+    parser.add_argument(
+        "--mode", action="append", metavar="NAME",
+        help="eager (default), compile, piecewise or full (both need a GPU); repeatable; all: those that run here",
+    )  # fmt: skip
     parser.add_argument("--device", default="auto", help="auto (default), cpu, cuda or cuda:N")
     parser.add_argument(
         "--dtype", default="float32", metavar="NAME", help="of the model: float32 (default) or bfloat16"
@@ -90,16 +94,22 @@ def run(options: argparse.Namespace) -> int:
         _refuse(options, "--dtype", options.dtype, DTYPES)
     shardings = _shardings(options)
     work = _planned_work(options)
+    modes = _modes(options, work, device)
     print(
         f"Random weights of seed {options.seed}, {options.dtype}, on {_device_name(device)}; sparse_ckv_decode runs as "
         f"{explain('sparse_ckv_decode', device)['kernel']}; PyTorch {torch.__version__}"
     )
+    if modes:
+        print(
+            f"Modes {', '.join(modes)}: a step of fixed shapes by torch_sparse_mla.compile, whose tokens have to be "
+            "those of the eager run; for models without linear attention"
+        )
     if shardings:
         print(
             f"{options.world} rank(s) in this process take turns on one device, each with its shard and its share of "
             "the heads: their times say nothing about a link"
         )
-    runs = _run_all(options, work, shardings, device)
+    runs = _run_all(options, work, shardings, modes, device)
     for model in work:
         _print_model(model, [run for run in runs if run["model"] == model])
     if options.json:
@@ -139,6 +149,20 @@ def _shardings(options: argparse.Namespace) -> list:
         return []
     strategies = _named(options, "--strategy", given, STRATEGIES)
     return [Dcp(options.world, strategy=strategy) for strategy in strategies]
+
+
+def _modes(options: argparse.Namespace, work: dict[str, list[str]], device: torch.device) -> list[str]:
+    """The modes besides eager that the options ask for."""
+    from ..integrations.static_step import MODES
+    from ..integrations.tiny_models import STATIC
+
+    possible = [mode for mode in MODES if mode == "compile" or device.type == "cuda"]
+    named = _named(options, "--mode", options.mode or ["eager"], ["eager", *possible])
+    modes = [mode for mode in named if mode in MODES]
+    for model in work if modes and options.model and "all" not in options.model else ():
+        if model not in STATIC:
+            _refuse(options, f"--mode {modes[0]} --model", model, STATIC)
+    return modes
 
 
 def _device_name(device: torch.device) -> str:
@@ -186,7 +210,7 @@ def prompt_tokens(text: str, length: int) -> torch.Tensor:
 
 
 def _run_all(
-    options: argparse.Namespace, work: dict[str, list[str]], shardings: list, device: torch.device
+    options: argparse.Namespace, work: dict[str, list[str]], shardings: list, modes: list[str], device: torch.device
 ) -> list[dict]:
     from transformers.utils import logging as transformers_logging
 
@@ -196,7 +220,9 @@ def _run_all(
     # Notes on optional kernels and renamed arguments, of no use here.
     transformers_logging.set_verbosity(logging.ERROR)
     contexts = sorted(set(options.context))
-    total = sum(1 + len(layouts) * (1 + len(shardings)) for layouts in work.values()) * len(contexts)
+    static = {model: modes if model in tiny_models.STATIC else [] for model in work}
+    total = sum(1 + len(layouts) * (1 + len(shardings) + len(static[model])) for model, layouts in work.items())
+    total *= len(contexts)
     runs = []
     with warnings.catch_warnings(), torch.inference_mode(), Steps(total) as steps:
         warnings.simplefilter("ignore")
@@ -216,13 +242,19 @@ def _run_all(
                         steps.begin(f"{model_name}, context {length:,}: {layout}, {dcp.world} ranks, {dcp.strategy}")
                         sharded = measure(model, layout, context, options.tokens, dcp, unsharded)
                         runs.append({**place, **sharded.result})
+                    for mode in static[model_name]:
+                        steps.begin(f"{model_name}, context {length:,}: {layout}, {mode}")
+                        compiled = measure(model, layout, context, options.tokens, None, unsharded, mode)
+                        runs.append({**place, "mode": mode, **compiled.result})
     return runs
 
 
 def _print_model(model: str, runs: list[dict]) -> None:
     sharded = any(run["strategy"] != "local" for run in runs)
+    in_modes = any(run["mode"] != "eager" for run in runs)
     columns = (
         "layout",
+        *(["mode"] if in_modes else []),
         *([">ranks", "strategy"] if sharded else []),
         ">context",
         ">tokens equal",
@@ -237,6 +269,7 @@ def _print_model(model: str, runs: list[dict]) -> None:
     rows = [
         (
             run["layout"],
+            *([run["mode"]] if in_modes else []),
             *([str(run["world"]), run["strategy"]] if sharded else []),
             f"{run['context']:,}",
             _equality(run),
@@ -256,6 +289,7 @@ def _print_model(model: str, runs: list[dict]) -> None:
     token_rows = [("none", f"{length:,}", "plain Transformers", _shown(tokens)) for length, tokens in plain.items()]
     for run in runs:
         by = "operators" if run["strategy"] == "local" else f"operators, {_ranks(run)}"
+        by += "" if run["mode"] == "eager" else f", {run['mode']}"
         token_rows.append((run["layout"], f"{run['context']:,}", by, _shown(run["tokens"])))
         token_rows.append(("", "", "Transformers, rounded", _shown(run["oracle_tokens"])))
     print_table(f"{model}: tokens", ("layout", ">context", "by", "tokens"), token_rows)
@@ -285,6 +319,8 @@ def _plain_difference(run: dict) -> str:
 
 def _name(run: dict) -> str:
     name = f"{run['model']}, {run['layout']}, context {run['context']}"
+    if run["mode"] != "eager":
+        return f"{name}, {run['mode']}"
     return name if run["strategy"] == "local" else f"{name}, {_ranks(run)}"
 
 

@@ -54,8 +54,11 @@ def sparse_ckv_decode(
     if rows == 0:
         return
     topk = indices.shape[1]
-    tile = attend_tile(record_layout, q.dtype, capability_of(cache.device), _is_large(rows, num_heads, batch_invariant))
-    splits = contract.num_splits(rows, num_heads, topk, batch_invariant, tile.programs)
+    if call.kept is None:
+        large = _is_large(rows, num_heads, batch_invariant)
+        tile = attend_tile(record_layout, q.dtype, capability_of(cache.device), large)
+        call.kept = tile, contract.num_splits(rows, num_heads, topk, batch_invariant, tile.programs)
+    tile, splits = call.kept
     arguments = (softmax_scale, record_layout, tile, splits, batch_invariant)
     with on_device(q):
         if splits == 1:
@@ -137,7 +140,11 @@ def _has_native_e4m3(capability: int) -> bool:
 
 
 def _is_large(rows: int, num_heads: int, batch_invariant: bool) -> bool:
-    return batch_invariant or rows * triton.cdiv(num_heads, contract.HEADS_PER_TILE) >= 16
+    return batch_invariant or rows * _head_tiles(num_heads) >= 16
+
+
+def _head_tiles(num_heads: int) -> int:
+    return -(-num_heads // contract.HEADS_PER_TILE)
 
 
 def _attend(
@@ -159,7 +166,7 @@ def _attend(
     rows, num_heads, _ = q.shape
     call.launch(
         _sparse_ckv_decode_kernel,
-        (rows, splits, triton.cdiv(num_heads, contract.HEADS_PER_TILE)),
+        (rows, splits, _head_tiles(num_heads)),
         q,
         cache,
         indices,

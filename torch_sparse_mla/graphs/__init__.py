@@ -8,6 +8,7 @@ them, `Dispatcher` chooses, and `CompiledStep.run` runs a chosen mode and size.
 from .capture import CapturedGraph, GraphPool
 from .dispatcher import Batch, Choice, Dispatcher
 from .modes import CUDAGraphMode, GraphSupport, graph_support
+from .nodes import node_counts
 from .splitting import Piece, describe, split_graph
 from .statistics import Statistics
 from .step import CompiledStep, compile
@@ -26,5 +27,6 @@ __all__ = [
     "compile",
     "describe",
     "graph_support",
+    "node_counts",
     "split_graph",
 ]

@@ -1,5 +1,6 @@
 """Captured CUDA graphs that know what they need, and the pool that their memory comes from."""
 
+import contextlib
 import gc
 import itertools
 from collections.abc import Callable
@@ -8,6 +9,7 @@ from typing import Any
 import torch
 
 from .. import lifetimes, trace
+from .nodes import node_counts
 
 _numbers = itertools.count()
 
@@ -46,7 +48,8 @@ class CapturedGraph:
     def __init__(self, name: str, arguments: Any, pool: GraphPool) -> None:
         self.name = f"{name} #{next(_numbers)}"
         self.arguments, self.pool = arguments, pool
-        self.graph: torch.cuda.CUDAGraph | None = torch.cuda.CUDAGraph()
+        # Kept beside what is launched, so that its nodes can be counted.
+        self.graph: torch.cuda.CUDAGraph | None = torch.cuda.CUDAGraph(keep_graph=True)
         self.results: Any = None
         # The users of channels and pool, of which this graph is one.
         self.uses: list[lifetimes.Users] = []
@@ -84,6 +87,7 @@ class CapturedGraph:
                         f"{error}"
                     ) from error
                 captured.graph.capture_end()
+                captured.graph.instantiate()
         except BaseException:
             captured.release()
             raise
@@ -107,6 +111,10 @@ class CapturedGraph:
             trace.end()
         return self.results
 
+    def node_counts(self) -> dict[str, int]:
+        """Nodes by type: "kernel", "memcpy", "host" and so on."""
+        return node_counts(self.graph.raw_cuda_graph())
+
     def release(self) -> None:
         """Give back the graph, its results and its hold on channels and pool, once the device is done with them. A
         second release does nothing."""
@@ -121,11 +129,9 @@ class CapturedGraph:
 
     def _abandon(self) -> None:
         """End a capture that failed, so that the stream can be used again."""
-        try:
+        # The capture was invalidated; ending it reports that once more.
+        with contextlib.suppress(RuntimeError):
             self.graph.capture_end()
-        except RuntimeError:
-            # The capture was invalidated; ending it reports that once more.
-            pass
 
     def __str__(self) -> str:
         return self.name

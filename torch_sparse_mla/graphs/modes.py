@@ -29,7 +29,7 @@ class CUDAGraphMode(enum.Enum):
         raise ValueError(f"torch_sparse_mla.compile: mode: got {value!r}; allowed: {', '.join(cls.__members__)}")
 
     def runtime(self, uniform: bool) -> str:
-        """"full", "piecewise" or "none" for a batch."""
+        """ "full", "piecewise" or "none" for a batch."""
         return self.value[0 if uniform else 1]
 
     @property

@@ -20,6 +20,8 @@ class PieceRunner(torch.nn.Module):
         self.step, self.name, self.compiled = step, piece.name, compiled
         self.names = [node.name for node in piece.graph.graph.nodes if node.op == "placeholder"]
         self.graphs: dict[int, CapturedGraph] = {}
+        # What each graph captured: addresses of tensors, and values.
+        self.known: dict[int, list[Any]] = {}
 
     def forward(self, *arguments: Any) -> Any:
         phase, rows = self.step.phase, self.step.phase_rows
@@ -27,7 +29,7 @@ class PieceRunner(torch.nn.Module):
             graph = self.graphs.get(rows)
             if graph is not None:
                 if self.step.debug:
-                    self._check(graph, arguments)
+                    self._check(self.known[rows], arguments)
                 return graph.replay()
             self.step.statistics.fallbacks[f"{self.name} has no graph of {rows} rows: another trace serves them"] += 1
         elif phase == "capture":
@@ -38,19 +40,39 @@ class PieceRunner(torch.nn.Module):
         """Capture the piece for a number of rows, and run it: what follows may read what it computes."""
         name = f"{self.step.name}, {self.name}, {rows} rows"
         graph = CapturedGraph.capture(name, self.compiled, arguments, self.step.pool, self.step.stream)
-        self.graphs[rows] = graph
+        self.graphs[rows], self.known[rows] = graph, [_address_or_value(value) for value in arguments]
         self.step.graphs.append(graph)
         self.step.statistics.captures["piecewise"] += 1
         return graph.replay()
 
-    def _check(self, graph: CapturedGraph, arguments: tuple) -> None:
-        for name, given, captured in zip(self.names, arguments, graph.arguments, strict=True):
-            same = given == captured if not isinstance(given, torch.Tensor) else given.data_ptr() == captured.data_ptr()
-            if not same:
+    def _check(self, known: list[Any], arguments: tuple) -> None:
+        for name, given, captured in zip(self.names, arguments, known, strict=True):
+            if _address_or_value(given) != captured:
                 raise ValueError(
                     f"torch_sparse_mla.compile: {name} of {self.name}: got another tensor or value than the graph of "
                     f"{self.step.phase_rows} rows captured; allowed: the same static buffers in every call"
                 )
+
+
+def _address_or_value(value: Any) -> Any:
+    return value.data_ptr() if isinstance(value, torch.Tensor) else value
+
+
+class SplitStep:
+    """What Dynamo calls: the split graph.
+
+    Dynamo tests its guards at every call, which takes longer than a replay. After a capture all inputs are known, for
+    they are static, so later replays begin here, where the results are the very tensors of the capture.
+    """
+
+    def __init__(self, step: "CompiledStep", split: torch.fx.GraphModule) -> None:
+        self.step, self.split = step, split
+
+    def __call__(self, *inputs: Any) -> Any:
+        results = self.split(*inputs)
+        if self.step.phase == "capture":
+            self.step.note_direct(lambda: self.split(*inputs), results)
+        return results
 
 
 def piecewise_backend(step: "CompiledStep") -> Callable:
@@ -61,7 +83,7 @@ def piecewise_backend(step: "CompiledStep") -> Callable:
         split, pieces = split_graph(graph, splitting_ops)
         runners = list(replace_pieces(split, pieces, lambda piece: PieceRunner(step, piece, _compile(step, piece))))
         step.note_trace(graph, pieces, len(runners))
-        return split.forward
+        return SplitStep(step, split)
 
     return compile_graph
 

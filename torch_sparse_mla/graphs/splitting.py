@@ -21,7 +21,6 @@ _VIEWS = {
     "chunk",
     "detach",
     "expand",
-    "flatten",
     "narrow",
     "permute",
     "select",
@@ -56,9 +55,7 @@ class Piece:
         return [text for text in map(_call_text, self.graph.graph.nodes) if text is not None]
 
 
-def split_graph(
-    graph: torch.fx.GraphModule, splitting_ops: Sequence[str]
-) -> tuple[torch.fx.GraphModule, list[Piece]]:
+def split_graph(graph: torch.fx.GraphModule, splitting_ops: Sequence[str]) -> tuple[torch.fx.GraphModule, list[Piece]]:
     """Split a graph at operators, in place of `torch.compile`'s backends or an engine's own.
 
     Args:
@@ -129,14 +126,15 @@ def _number(name: str) -> int:
 def _launches(node: torch.fx.Node) -> bool:
     """Whether a call does work on a device: not where it gives a size, or takes an element or a view of what is there.
 
-    Slicing a tensor is a view, indexing it by a tensor is not. `flatten` may copy, which no graph is needed for.
+    What may copy does work, or a graph would read at the address of an old copy: `reshape`, indexing by a tensor or a
+    list.
     """
     if node.op not in ("call_function", "call_method", "call_module"):
         return False
     if node.op == "call_module":
         return True
     if node.target is operator.getitem:
-        return any(isinstance(value, torch.fx.Node) and _is_tensor(value) for value in _index(node))
+        return any(isinstance(value, list) or _is_tensor(value) for value in _index(node))
     if getattr(node.target, "__name__", node.target) in _VIEWS:
         return False
     values = node.meta.get("example_value")
@@ -148,8 +146,8 @@ def _index(node: torch.fx.Node) -> tuple:
     return index if isinstance(index, tuple) else (index,)
 
 
-def _is_tensor(node: torch.fx.Node) -> bool:
-    return isinstance(node.meta.get("example_value"), torch.Tensor)
+def _is_tensor(node: object) -> bool:
+    return isinstance(node, torch.fx.Node) and isinstance(node.meta.get("example_value"), torch.Tensor)
 
 
 def _call_text(node: torch.fx.Node) -> str | None:

@@ -72,6 +72,9 @@ class CompiledStep:
         self._not_captured = NOT_CAPTURED
         self._full: dict[int, CapturedGraph] = {}
         self._sized: dict[int, tuple] = {}
+        # Rows -> the split graph on its captured inputs, and what a call returns.
+        self._direct: dict[int, tuple[Callable, Any]] = {}
+        self._noted: tuple[Callable, Any] | None = None
         self._addresses: Addresses | None = None
         self._compiled = function
         if backend != "none":
@@ -148,7 +151,8 @@ class CompiledStep:
         graphs, `capture` makes new ones, and channels can be closed."""
         for graph in self.graphs:
             graph.release()
-        self.graphs, self._full, self._sized, self._addresses = [], {}, {}, None
+        self.graphs, self._full, self._sized, self._direct, self._addresses = [], {}, {}, {}, None
+        self._noted = None
         self._dispatcher, self._not_captured = None, "release() has been called"
         if self._owns_pool and self.pool is not None:
             self.pool.close()
@@ -173,6 +177,10 @@ class CompiledStep:
         self.statistics.traces += 1
         self.statistics.pieces, self.statistics.captured_pieces = len(pieces), captured
 
+    def note_direct(self, split: Callable[[], Any], results: Any) -> None:
+        """Called by the split graph while its pieces are captured."""
+        self._noted = split, results
+
     def _run(self, choice: Choice, arguments: tuple, rows: int) -> Any:
         statistics = self.statistics
         statistics.calls[choice.mode] += 1
@@ -187,11 +195,37 @@ class CompiledStep:
         sized = self._sized[choice.rows]
         if rows < choice.rows:
             self.signature.pad(sized, rows)
-        if choice.mode == "full":
-            results = self._full[choice.rows].replay()
-        else:
-            results = self._call("replay", sized, choice.rows)
+        full = choice.mode == "full"
+        results = self._full[choice.rows].replay() if full else self._replay_pieces(sized, choice.rows)
         return results if rows == choice.rows or not self.signature.rows else _cut(results, rows)
+
+    def _replay_pieces(self, sized: tuple, rows: int) -> Any:
+        direct = self._direct.get(rows)
+        if direct is None:
+            return self._call("replay", sized, rows)
+        self.phase, self.phase_rows = "replay", rows
+        try:
+            with torch.no_grad():
+                direct[0]()
+        finally:
+            self.phase = "run"
+        return direct[1]
+
+    def _capture_pieces(self, sized: tuple, rows: int) -> None:
+        """Capture every piece, and see whether replays may go around Dynamo: where they give the same tensors again."""
+        self._noted = None
+        results = self._call("capture", sized, rows)
+        if self._noted is None:
+            return
+        split, captured = self._noted
+        self.phase, self.phase_rows = "replay", rows
+        try:
+            with torch.no_grad():
+                again = split()
+        finally:
+            self.phase = "run"
+        if _same_tensors(again, captured):
+            self._direct[rows] = split, results
 
     def _call(self, phase: str, arguments: tuple, rows: int) -> Any:
         self.phase, self.phase_rows = phase, rows
@@ -256,7 +290,7 @@ class CompiledStep:
                 self.graphs.append(graph)
                 self.statistics.captures["full"] += 1
             else:
-                self._call("capture", sized, rows)
+                self._capture_pieces(sized, rows)
             dispatcher.captured[mode].add(rows)
         self._dispatcher = dispatcher
 
@@ -283,6 +317,14 @@ class CompiledStep:
         outside = [name for name in self._operators if self._never(name) and name not in self.splitting_ops]
         if self.mode.has_pieces and outside:
             reject("splitting_ops", list(self.splitting_ops), f"also {outside[0]}, which may not be captured")
+        returning = [piece.split for piece in self.pieces if piece.split and _returns(piece.split)]
+        if self.mode.has_pieces and returning:
+            allowed = (
+                f"operators that write into arguments, which {returning[0]} does not: each call returns new tensors"
+            )
+            reject(
+                "splitting_ops", list(self.splitting_ops), f"{allowed}, and a graph reads at the addresses of old ones"
+            )
         if level == GraphSupport.NEVER and not self.mode.has_pieces:
             reject("mode", self.mode.name, f"NONE or PIECEWISE, because {op} may not be captured")
 
@@ -312,7 +354,7 @@ def compile(
         out = step(q, cache, indices, lengths, num_rows=5)  replays the graph of 8 rows; `out` has 5
 
     Args:
-        fn: a function of tensors, lists of them, and constants. What it writes, it writes into its arguments or returns.
+        fn: a function of tensors, lists of them, and constants. What it computes it returns, or writes into arguments.
         mode: NONE (compiled, no graphs), PIECEWISE (graphs between splitting operators), FULL (one graph),
             FULL_DECODE_ONLY (FULL for uniform decode batches, NONE for others), FULL_AND_PIECEWISE (FULL for uniform
             decode batches, PIECEWISE for others). None: FULL_AND_PIECEWISE on a GPU, NONE elsewhere. A mode that needs
@@ -360,6 +402,23 @@ def compile(
         pool,
         debug,
     )
+
+
+def _returns(op: str) -> bool:
+    namespace, _, name = op.partition("::")
+    packet = getattr(getattr(torch.ops, namespace), name)
+    return any(getattr(packet, overload)._schema.returns for overload in packet.overloads())
+
+
+def _same_tensors(given: Any, captured: Any) -> bool:
+    """Whether two results are the same objects: those of graphs, and of the caller."""
+    pairs = zip(tree_leaves(given), tree_leaves(captured), strict=True)
+    return all(a is b or (isinstance(a, torch.Tensor) and _is_view_of_same(a, b)) for a, b in pairs)
+
+
+def _is_view_of_same(a: torch.Tensor, b: torch.Tensor) -> bool:
+    same = (a.data_ptr(), a.shape, a.stride(), a.dtype) == (b.data_ptr(), b.shape, b.stride(), b.dtype)
+    return same and a.is_cuda
 
 
 def _device_of(arguments: tuple) -> torch.device:
