@@ -169,6 +169,17 @@ def test_two_models_share_a_pool():
         compiled("FULL", arguments[0], pool=pool)
 
 
+def test_a_step_may_lend_its_pool():
+    arguments = [decode_arguments(device="cuda", seed=seed) for seed in (1, 2)]
+    first = compiled("FULL", arguments[0])
+    second = compiled("FULL", arguments[1], pool=first.pool)
+    expected = eager(arguments[1], 8)
+    first.release()
+    poison(arguments[1])
+    assert_near(second(*arguments[1]), expected)
+    second.release()
+
+
 @pytest.mark.parametrize("mode", GRAPH_MODES)
 def test_a_channel_outlives_its_graphs(mode):
     with four_layers(**BF16) as step:

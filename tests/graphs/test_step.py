@@ -153,6 +153,21 @@ def test_rows_need_a_tensor():
         compiled("NONE")(None, *decode_arguments()[1:])
 
 
+@pytest.mark.parametrize(
+    ("num_rows", "message"),
+    [
+        (9, r"q: got shape \[8, 4, 576\]; allowed: a tensor of at least 9 rows"),
+        (-1, "num_rows: got -1; allowed: an integer, 0 or more"),
+        (2.0, "num_rows: got 2.0; allowed: an integer"),
+    ],
+)
+def test_refuses_numbers_of_rows(num_rows, message):
+    with pytest.raises(ValueError, match=message):
+        compiled("NONE")(*decode_arguments(), num_rows=num_rows)
+    with pytest.raises(ValueError, match="num_rows: got 1; allowed: None where no parameter has rows"):
+        compiled("NONE", rows=())(*decode_arguments(), num_rows=1)
+
+
 def test_fullgraph_is_demanded():
     def breaks(x):
         torch._dynamo.graph_break()
@@ -212,7 +227,7 @@ class TestAddresses:
     def test_accepts_the_captured_buffers_and_their_first_rows(self, always):
         addresses, (x, caches, scale) = self.addresses()
         for given in ((x, caches, scale), (x[:3], caches, scale), (x[:1], list(caches), 0.5)):
-            addresses.check(given, always)
+            addresses.check(given, 1, always)
 
     @pytest.mark.parametrize(
         ("change", "message"),
@@ -224,6 +239,7 @@ class TestAddresses:
                 r"x: got torch.float32 \[8, 2\] with strides \[4, 1\]; allowed: .*\[8, 4\]",
             ),
             (lambda x, c, s: (x.view(torch.int32), c, s), r"x: got torch.int32 \[8, 4\]"),
+            (lambda x, c, s: (x[:3], c, s), r"x: got torch.float32 \[3, 4\]"),
             (lambda x, c, s: (x, [c[0], c[0]], s), r"caches\[1\]: got a tensor at address"),
             (lambda x, c, s: (x, c[:1], s), "caches: got .*; allowed: .*, which the graph has captured"),
             (lambda x, c, s: (x, c, 0.25), "scale: got 0.25; allowed: 0.5, which the graph has captured"),
@@ -234,14 +250,20 @@ class TestAddresses:
     def test_names_the_argument_that_is_another(self, change, message):
         addresses, arguments = self.addresses()
         with pytest.raises(ValueError, match=message):
-            addresses.check(change(*arguments), False)
+            addresses.check(change(*arguments), 4, False)
+
+    def test_sees_another_tensor_in_the_same_list(self):
+        addresses, (x, caches, scale) = self.addresses()
+        caches[1] = torch.zeros(3)
+        with pytest.raises(ValueError, match=r"caches\[1\]: got a tensor at address"):
+            addresses.check((x, caches, scale), 8, False)
 
     def test_debug_sees_memory_exchanged_behind_the_same_object(self):
         addresses, (x, caches, scale) = self.addresses()
         x.set_(torch.zeros(8, 4))
-        addresses.check((x, caches, scale), False)
+        addresses.check((x, caches, scale), 8, False)
         with pytest.raises(ValueError, match="x: got a tensor at address"):
-            addresses.check((x, caches, scale), True)
+            addresses.check((x, caches, scale), 8, True)
 
     def test_refuses_buffers_that_are_too_small(self):
         addresses, arguments = self.addresses()

@@ -59,6 +59,15 @@ class Signature:
             reject(self.names[self.rows[0]], type(first).__name__, "a tensor whose first dimension is rows")
         return first.shape[0]
 
+    def checked_rows(self, arguments: tuple, num_rows: int) -> int:
+        """The rows that a caller names. Refuses more than an argument brings."""
+        if not isinstance(num_rows, int) or isinstance(num_rows, bool) or num_rows < 0:
+            reject("num_rows", repr(num_rows), "an integer, 0 or more")
+        if not self.rows:
+            reject("num_rows", str(num_rows), "None where no parameter has rows")
+        self.check_room(arguments, num_rows)
+        return num_rows
+
     def check_room(self, arguments: tuple, rows: int) -> None:
         """Refuse buffers that do not hold as many rows."""
         for index in self.rows:
@@ -82,15 +91,18 @@ class Addresses:
         self._rows = frozenset(signature.rows)
         self._known = [_known(value) for value in arguments]
 
-    def check(self, arguments: tuple, always: bool) -> None:
+    def check(self, arguments: tuple, rows: int, always: bool) -> None:
         """Raise ValueError for an argument that is not what was captured.
 
         Args:
-            always: compare even objects that are those of the capture, whose memory may have been exchanged.
+            rows: the least that arguments with rows may bring.
+            always: compare even tensors that are those of the capture, whose memory may have been exchanged.
         """
         for index, (value, captured) in enumerate(zip(arguments, self.arguments, strict=True)):
-            if value is not captured or always:
-                _compare(self.signature.names[index], value, self._known[index], index in self._rows)
+            # A list may be the same and hold others.
+            if value is not captured or always or not isinstance(value, torch.Tensor):
+                least = rows if index in self._rows else None
+                _compare(self.signature.names[index], value, self._known[index], least)
 
 
 def _known(value: Any) -> Any:
@@ -101,11 +113,13 @@ def _known(value: Any) -> Any:
     return value
 
 
-def _compare(name: str, value: Any, known: Any, has_rows: bool) -> None:
+def _compare(name: str, value: Any, known: Any, least_rows: int | None) -> None:
     if isinstance(value, torch.Tensor) and isinstance(known, tuple):
         address, shape, stride, dtype = known
         given = tuple(value.shape)
-        same = given[1:] == shape[1:] and len(given) == len(shape) if has_rows else given == shape
+        same = given == shape
+        if least_rows is not None and len(given) == len(shape):
+            same = given[1:] == shape[1:] and given[0] >= least_rows
         # The stride of a single row means nothing.
         if not same or value.dtype != dtype or (value.stride() != stride and given[:1] != (1,)):
             found = f"{value.dtype} {list(given)} with strides {list(value.stride())}"
@@ -114,7 +128,7 @@ def _compare(name: str, value: Any, known: Any, has_rows: bool) -> None:
             _refuse(name, f"a tensor at address {value.data_ptr():#x}", f"the captured one at {address:#x}")
     elif isinstance(value, list | tuple) and isinstance(known, list) and len(value) == len(known):
         for position, (item, known_item) in enumerate(zip(value, known, strict=True)):
-            _compare(f"{name}[{position}]", item, known_item, False)
+            _compare(f"{name}[{position}]", item, known_item, None)
     elif type(value) is not type(known) or value != known:
         _refuse(name, repr(value), f"{known!r}, which the graph has captured")
 

@@ -34,6 +34,8 @@ NOT_CAPTURED = "capture() has not been called"
 class CompiledStep:
     """What `torch_sparse_mla.compile` returns. Call it like the function. Not for several threads at once.
 
+    Its graphs live until `release()`: Dynamo keeps what it compiled, and with it the step, when nobody else does.
+
     Attributes:
         mode, splitting_ops, backend, debug: as given.
         pool: memory of its graphs. stream: where they are captured.
@@ -120,7 +122,10 @@ class CompiledStep:
         Raises: ValueError, naming the argument, where a graph would read other memory than the call brings.
         """
         arguments = self.signature.bind(args, kwargs)
-        rows = self.signature.num_rows(arguments) if num_rows is None else num_rows
+        if num_rows is None:
+            rows = self.signature.num_rows(arguments)
+        else:
+            rows = self.signature.checked_rows(arguments, num_rows)
         choice = self.dispatch(Batch(rows, uniform))
         return self._run(choice, arguments, rows)
 
@@ -155,7 +160,9 @@ class CompiledStep:
         self._noted = None
         self._dispatcher, self._not_captured = None, "release() has been called"
         if self._owns_pool and self.pool is not None:
-            self.pool.close()
+            # Another step that was given this pool keeps it open.
+            if not self.pool.users.names():
+                self.pool.close()
             self.pool = None
 
     def explain(self) -> dict[str, Any]:
@@ -188,7 +195,7 @@ class CompiledStep:
             statistics.fallbacks[choice.reason] += 1
         if choice.mode == "none":
             return self._call("run", self._view(arguments, choice.rows), choice.rows)
-        self._addresses.check(arguments, self.debug)
+        self._addresses.check(arguments, rows, self.debug)
         statistics.replays[choice.mode, choice.rows] += 1
         statistics.live_rows += rows
         statistics.padded_rows += choice.rows
@@ -319,12 +326,8 @@ class CompiledStep:
             reject("splitting_ops", list(self.splitting_ops), f"also {outside[0]}, which may not be captured")
         returning = [piece.split for piece in self.pieces if piece.split and _returns(piece.split)]
         if self.mode.has_pieces and returning:
-            allowed = (
-                f"operators that write into arguments, which {returning[0]} does not: each call returns new tensors"
-            )
-            reject(
-                "splitting_ops", list(self.splitting_ops), f"{allowed}, and a graph reads at the addresses of old ones"
-            )
+            allowed = f"operators that write into arguments ({returning[0]} returns new tensors, which no graph finds)"
+            reject("splitting_ops", list(self.splitting_ops), allowed)
         if level == GraphSupport.NEVER and not self.mode.has_pieces:
             reject("mode", self.mode.name, f"NONE or PIECEWISE, because {op} may not be captured")
 
