@@ -65,6 +65,26 @@ def test_one_trace_serves_every_number_of_rows_but_one():
         assert made.statistics.traces == 2
 
 
+def test_many_steps_of_one_function():
+    """Dynamo gives up on a code object that it has compiled eight times."""
+
+    class Layer:
+        def __init__(self, number: int) -> None:
+            self.number = number
+
+        def run(self, x):
+            return x + self.number
+
+    def double(x):
+        return x * 2
+
+    x = torch.arange(3.0)
+    for number in range(12):
+        layer = torch_sparse_mla.compile(Layer(number).run, "NONE", backend="eager")
+        assert torch.equal(layer(x), x + number)
+        assert torch.equal(torch_sparse_mla.compile(double, "NONE", backend="eager")(x), x * 2)
+
+
 @pytest.mark.parametrize("mode", ["NONE", "PIECEWISE"])
 @pytest.mark.parametrize("v2", [True, False])
 def test_four_layers_compiled_by_inductor(mode, v2):

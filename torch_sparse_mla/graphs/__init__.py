@@ -5,13 +5,14 @@ captured, `split_graph` splits what Dynamo traced, `CapturedGraph` and `GraphPoo
 them, `Dispatcher` chooses, and `CompiledStep.run` runs a chosen mode and size.
 """
 
+from .api import compile
 from .capture import CapturedGraph, GraphPool
 from .dispatcher import Batch, Choice, Dispatcher
 from .modes import CUDAGraphMode, GraphSupport, graph_support
 from .nodes import node_counts
 from .splitting import Piece, describe, split_graph
 from .statistics import Statistics
-from .step import CompiledStep, compile
+from .step import CompiledStep
 
 __all__ = [
     "Batch",
