@@ -45,6 +45,7 @@ def draw(document: dict, path: Path) -> None:
         "records": _draw_records,
         "ce_exchange": _draw_exchange,
         "dcp_decode": _draw_steps,
+        "modes": _draw_modes,
         results.DEMO: _draw_demo,
     }
     with plt.rc_context(RC):
@@ -108,6 +109,23 @@ def _draw_steps(document: dict) -> Figure:
 
 def _by_impl(cases: list[dict]) -> dict[str, dict[int, float]]:
     return {impl: {case["rows"]: case["us"] for case in of} for (impl,), of in group_by(cases, "impl").items()}
+
+
+def _draw_modes(document: dict) -> Figure:
+    """Two bars for each mode: the host's time, and that of the whole step."""
+    figure, axis = plt.subplots(figsize=(7.0, 3.2), layout="constrained")
+    axis.set_title(f"One step of four layers, {document['device_name']}", loc="left", fontsize=12, color=INK)
+    names = unique(case["impl"] for case in document["cases"])
+    for offset, mode, label, color in ((-0.2, "host", "host", PALETTE[1]), (0.2, "call", "step", PALETTE[0])):
+        times = [next(c["us"] for c in document["cases"] if (c["impl"], c["mode"]) == (name, mode)) for name in names]
+        bars = axis.bar([position + offset for position in range(len(names))], times, 0.36, color=color, label=label)
+        axis.bar_label(bars, [f"{us:,.0f}" for us in times], fontsize=LABEL_POINTS, color=INK)
+    axis.set_xticks(range(len(names)), names)
+    axis.set_yscale("log")
+    axis.set_ylabel("µs")
+    axis.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,g}"))
+    axis.legend(frameon=False)
+    return figure
 
 
 def _draw_demo(document: dict) -> Figure:

@@ -94,6 +94,7 @@ def section(document: dict, results_folder: str) -> str:
         "records": _record_tables,
         "ce_exchange": _exchange_tables,
         "dcp_decode": _step_tables,
+        "modes": _mode_tables,
         results.DEMO: _demo_tables,
     }
     parts = [_heading(document), *makers.get(document["bench"], _plain_table)(document)]
@@ -111,6 +112,8 @@ def has_picture(document: dict) -> bool:
     """Whether there are enough points on a line to draw one."""
     if document["bench"] == results.DEMO:
         return len({run["context"] for run in document["runs"]}) > 1
+    if document["bench"] == "modes":
+        return len(timed(document)) > 1
     axes = {"sparse_ckv_decode": "rows", "records": "tokens", "ce_exchange": "rows", "dcp_decode": "rows"}
     axis = axes.get(document["bench"])
     return axis is not None and len({case[axis] for case in timed(document) if axis in case}) > 2
@@ -329,6 +332,26 @@ def _plain_table(document: dict) -> list[str]:
         for shape, cases in shapes.items()
     ]
     return ["µs.", _table([*names, *map(_label, impls)], lines)]
+
+
+def _mode_tables(document: dict) -> list[str]:
+    """A line for each mode: what a step costs the host and from one idle device to the next, launches, memory."""
+    parts = []
+    for sizes, cases in group_by(document["cases"], "rows", "heads", "topk", "layout", "world", "hidden").items():
+        rows, heads, topk, layout, world, hidden = sizes
+        lines = []
+        for (impl,), of in group_by(cases, "impl").items():
+            host, step = (next(case for case in of if case["mode"] == mode) for mode in ("host", "call"))
+            counts = [ABSENT if step[name] is None else str(step[name]) for name in ("host_calls", "launches")]
+            memory = f"{step['graph_bytes'] / 2**20:.0f}"
+            lines.append([impl, _time(host["us"], "µs"), _time(step["us"], "µs"), *counts, memory])
+        sentence = (
+            f"A step of four layers, {rows} rows, {heads} heads, top-k {topk}, `{layout}`, hidden width {hidden}, "
+            f"{world} loopback ranks in turn, µs:"
+        )
+        header = ["mode", "host", "step", "launches by the host", "kernels", "graphs, MiB"]
+        parts += [sentence, _table(header, lines)]
+    return parts
 
 
 def _demo_tables(document: dict) -> list[str]:

@@ -22,6 +22,7 @@ from .gather.api import (
 )
 from .gather.policy import GatherChoice, GatherCosts, GatherPolicy
 from .gather.workspace import GatherSlot, LaneBytes, Workspace, lane_bytes
+from .graphs import CompiledStep, CUDAGraphMode, GraphPool, GraphSupport, compile, graph_support
 from .indexer import exact_index_queries, quantise_index_queries
 from .indexer.api import c4_merge_pools, c4_select, c4_write_index_keys
 from .indexer.contract import c4_select_workspace_bytes
@@ -35,7 +36,9 @@ __version__ = "0.1.0"
 __all__ = [
     "LAYOUTS",
     "SPLITTING_OPS",
+    "CUDAGraphMode",
     "Channel",
+    "CompiledStep",
     "DcpSparseDecode",
     "ExchangeError",
     "GatherChoice",
@@ -43,6 +46,8 @@ __all__ = [
     "GatherPlan",
     "GatherPolicy",
     "GatherSlot",
+    "GraphPool",
+    "GraphSupport",
     "LaneBytes",
     "LinkCosts",
     "LoopbackGroup",
@@ -65,11 +70,13 @@ __all__ = [
     "ce_exchange_layers",
     "ce_exchange_start",
     "ce_exchange_wait",
+    "compile",
     "current_token_slots",
     "dequantise_records",
     "exact_index_queries",
     "explain",
     "gather_capacity",
+    "graph_support",
     "lane_bytes",
     "merge_partial_attention",
     "plan_selection",

@@ -10,7 +10,7 @@ import torch
 from torch_sparse_mla.__main__ import main
 from torch_sparse_mla.commands import demo, generation
 from torch_sparse_mla.dcp import strategies
-from torch_sparse_mla.integrations import loopback_ranks
+from torch_sparse_mla.integrations import loopback_ranks, static_step
 from torch_sparse_mla.integrations import transformers as integration
 
 SMALL = ["demo", "--device", "cpu", "--model", "glm_moe_dsa", "--context", "128", "192", "--tokens", "4"]
@@ -107,7 +107,7 @@ def test_demo_fails_with_a_broken_shard(strategy, monkeypatch, capsys):
     assert main([*SHARDED, "--layout", "fp8_ds_mla", "--world", "2", "--strategy", strategy]) == 1
     printed = capsys.readouterr().out
     name = f"FAILED glm_moe_dsa, fp8_ds_mla, context 96, {strategy} over 2: "
-    assert f"{name}logits differ" in printed and f"{name}against the unsharded run: logits differ" in printed
+    assert f"{name}logits differ" in printed and f"{name}against the eager run with one shard: logits differ" in printed
     assert "1 of 2 runs passed" in printed
 
 
@@ -215,3 +215,75 @@ def test_judge_fails_large_differences_and_nan_with_equal_tokens():
         logits = ORACLE.clone()
         logits[0, 2] += wrong
         assert "logits differ" in generation.judge("nvfp4_ds_mla", [0, 1], logits, ORACLE, exact=True)["faults"][0]
+
+
+@pytest.fixture
+def traced_only(monkeypatch):
+    """Steps of fixed shapes are traced and split, not compiled by Inductor, which takes a minute."""
+    init = static_step.StaticStep.__init__
+    monkeypatch.setattr(
+        static_step.StaticStep, "__init__", lambda self, model, cache: init(self, model, cache, backend="eager")
+    )
+
+
+def test_demo_runs_in_every_mode_that_a_cpu_has(traced_only, tmp_path, capsys):
+    json_file = tmp_path / "demo.json"
+    options = [
+        "--layout",
+        "fp8_ds_mla",
+        "--mode",
+        "all",
+        "--json",
+        str(json_file),
+        "--plot",
+        str(tmp_path / "demo.png"),
+    ]
+    assert main([*SMALL, *options]) == 0
+    printed = capsys.readouterr().out
+    assert "4 of 4 runs passed" in printed and "Modes compile: a step of fixed shapes" in printed
+    runs = json.loads(json_file.read_text())["runs"]
+    assert [(run["context"], run["mode"]) for run in runs] == [(c, m) for c in (128, 192) for m in ("eager", "compile")]
+    for eager, compiled in (runs[:2], runs[2:]):
+        assert compiled["tokens"] == eager["tokens"] and compiled["faults"] == []
+    assert "operators, compile" in printed
+
+
+def test_demo_leaves_out_modes_that_a_model_lacks(traced_only, capsys):
+    options = ["--layout", "bf16_mla", "--layout", "bf16_mla_nope", "--context", "80", "--tokens", "2"]
+    assert main(["demo", "--device", "cpu", *options, "--mode", "compile"]) == 0
+    printed = capsys.readouterr().out
+    # Two models in two modes, and glm5_next eager.
+    assert "5 of 5 runs passed" in printed and "for models without linear attention" in printed
+
+
+def test_demo_fails_where_a_mode_gives_other_tokens(traced_only, monkeypatch, capsys):
+    run = static_step.StaticStep.run
+    monkeypatch.setattr(static_step.StaticStep, "run", lambda self, token, position: run(self, token, position) * -1)
+    assert main([*SMALL, "--layout", "bf16_mla", "--mode", "compile"]) == 1
+    printed = capsys.readouterr().out
+    assert "FAILED glm_moe_dsa, bf16_mla, context 128, compile: against the eager run with one shard: " in printed
+
+
+@pytest.mark.parametrize(
+    ("arguments", "allowed"),
+    [
+        (["--mode", "full"], "all, eager, compile"),
+        (["--mode", "graph"], "all, eager, compile"),
+        (["--model", "glm5_next", "--mode", "compile"], "glm_moe_dsa, deepseek_v32"),
+    ],
+)
+def test_demo_refuses_modes(arguments, allowed, monkeypatch, capsys):
+    with pytest.raises(SystemExit) as refused:
+        main(["demo", "--device", "cpu", *arguments])
+    assert refused.value.code == 2
+    assert f"allowed: {allowed}" in capsys.readouterr().err
+
+
+@pytest.mark.gpu
+def test_demo_gives_the_same_tokens_in_every_mode_on_a_gpu(tmp_path, traced_only):
+    json_file = tmp_path / "demo.json"
+    options = ["--model", "glm_moe_dsa", "--layout", "fp8_ds_mla", "--context", "128", "--tokens", "6", "--mode", "all"]
+    assert main(["demo", "--device", "cuda", *options, "--json", str(json_file)]) == 0
+    runs = json.loads(json_file.read_text())["runs"]
+    assert [run["mode"] for run in runs] == ["eager", "compile", "piecewise", "full"]
+    assert all(run["tokens"] == runs[0]["tokens"] for run in runs)

@@ -56,6 +56,16 @@ def records_document() -> dict:
     return document("records", cases=[case(shape, "triton", 2 + shape.tokens / 1024) for shape in shapes])
 
 
+def modes_document() -> dict:
+    sizes = {"rows": 8, "heads": 16, "topk": 2048, "layout": "fp8_ds_mla", "world": 2, "context": 8192, "hidden": 4096}
+    cases = []
+    for impl, host, step, launches, graph_bytes in (("eager", 5000, 5010, 157, 0), ("full", 9.5, 700, 1, 32 << 20)):
+        details = {"host_calls": launches, "launches": 157, "graph_bytes": graph_bytes}
+        for mode, us in (("host", host), ("call", step)):
+            cases.append(results.make_case(sizes, impl, mode, (us, us, us + 1), 1000, 0, None, **details))
+    return document("modes", cases=cases)
+
+
 def demo_document() -> dict:
     run = {
         "model": "tiny",

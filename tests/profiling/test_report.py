@@ -42,6 +42,30 @@ def section(document: dict) -> str:
     return report.section(document, "profiling/results").replace("\N{MICRO SIGN}", "u")
 
 
+def test_modes_section():
+    assert_expected_inline(
+        section(documents.modes_document()),
+        """\
+**NVIDIA H200**, 2026-11-30 12:00 UTC, commit 0123abc, torch 2.11.0, triton 3.6.0.
+Copy bandwidth in the same process: 4,000 GB/s (bytes read plus written).
+
+A step of four layers, 8 rows, 16 heads, top-k 2048, `fp8_ds_mla`, hidden width 4096, 2 loopback ranks in turn, us:
+
+| mode | host | step | launches by the host | kernels | graphs, MiB |
+| --- | ---: | ---: | ---: | ---: | ---: |
+| eager | 5,000 | 5,010 | 157 | 157 | 0 |
+| full | 9.5 | 700 | 1 | 157 | 32 |
+
+![modes on nvidia-h200](profiling/results/modes-nvidia-h200.png)""",
+    )
+
+
+def test_modes_picture(tmp_path):
+    path = tmp_path / "modes.png"
+    pictures.draw(documents.modes_document(), path)
+    assert path.read_bytes().startswith(b"\x89PNG") and path.stat().st_size > 5_000
+
+
 def test_decode_section():
     assert_expected_inline(
         section(documents.decode_document()),

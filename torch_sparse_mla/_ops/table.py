@@ -1,5 +1,6 @@
 """One table of operators: name, schema, implementations. Everything else about registration follows from it."""
 
+import enum
 from collections.abc import Callable
 from dataclasses import dataclass
 from importlib import import_module
@@ -23,6 +24,19 @@ _GATHER_SCHEMA = "(Tensor cache, Tensor plan, Tensor(a!) gathered, Tensor(b!) st
 _EXCHANGE_SCHEMA = "(Tensor[] caches, Tensor plan, Tensor(a!)[] workspaces, Tensor(b!) state, str channel) -> ()"
 
 
+class GraphSupport(enum.IntEnum):
+    """In which CUDA graphs an operator may be captured; each level allows what those below it do.
+
+    NEVER: none; FULL refuses it, PIECEWISE runs it between graphs. UNIFORM_SINGLE_TOKEN: decode batches of one token a
+    request. UNIFORM_BATCH: batches of equally many tokens a request. ALWAYS: any.
+    """
+
+    NEVER = 0
+    UNIFORM_SINGLE_TOKEN = 1
+    UNIFORM_BATCH = 2
+    ALWAYS = 3
+
+
 @dataclass(frozen=True)
 class Op:
     """One operator.
@@ -35,6 +49,7 @@ class Op:
         triton: "module:function" of the CUDA implementation, relative to the package, imported at registration.
         splitting: whether PIECEWISE graphs split at this operator by default.
         native_cuda: what the native library's CUDA kernels take, where it has any; the rest goes to `triton`.
+        graph_support: in which CUDA graphs a call may be captured.
     """
 
     name: str
@@ -44,6 +59,7 @@ class Op:
     triton: str
     splitting: bool = False
     native_cuda: str = ""
+    graph_support: GraphSupport = GraphSupport.ALWAYS
 
     @property
     def qualified_name(self) -> str:

@@ -53,6 +53,10 @@ def add_parser(commands: argparse._SubParsersAction) -> None:
         "--strategy", action="append", metavar="NAME",
         help="how the ranks decode; repeatable; default: auto for a world of 2 or more",
     )  # fmt: skip
+    parser.add_argument(
+        "--mode", action="append", metavar="NAME",
+        help="eager (default), compile, piecewise or full (both need a GPU); repeatable; all: those that run here",
+    )  # fmt: skip
     parser.add_argument("--device", default="auto", help="auto (default), cpu, cuda or cuda:N")
     parser.add_argument(
         "--dtype", default="float32", metavar="NAME", help="of the model: float32 (default) or bfloat16"
@@ -92,17 +96,29 @@ def run(options: argparse.Namespace) -> int:
         _refuse(options, "--dtype", options.dtype, DTYPES)
     options.world = _chosen_world(options)
     work = _planned_work(options)
+    modes = _modes(options, work, device)
     with processes.group_of_processes(device) as group, processes.only_rank_0_prints():
-        return _run_here(options, device, work, group)
+        return _run_here(options, device, work, modes, group)
 
 
-def _run_here(options: argparse.Namespace, device: torch.device, work: dict[str, list[str]], group: str | None) -> int:
+def _run_here(
+    options: argparse.Namespace,
+    device: torch.device,
+    work: dict[str, list[str]],
+    modes: list[str],
+    group: str | None,
+) -> int:
     """Run what is planned and print it. Args: group: the processes that do it together, in words; None: this one."""
     shardings, impossible = _shardings(options, device)
     print(
         f"Random weights of seed {options.seed}, {options.dtype}, on {_device_name(device)}; sparse_ckv_decode runs as "
         f"{explain('sparse_ckv_decode', device)['kernel']}; PyTorch {torch.__version__}"
     )
+    if modes:
+        print(
+            f"Modes {', '.join(modes)}: a step of fixed shapes by torch_sparse_mla.compile, whose tokens have to be "
+            "those of the eager run; for models without linear attention"
+        )
     if shardings and group is not None:
         print(f"{options.world} rank(s), each a process with its shard and its share of the heads: {group}")
     elif shardings:
@@ -112,7 +128,7 @@ def _run_here(options: argparse.Namespace, device: torch.device, work: dict[str,
         )
     for strategy, why in impossible.items():
         print(f"Not run: {strategy}: {why}")
-    runs = _run_all(options, work, shardings, device)
+    runs = _run_all(options, work, shardings, modes, device)
     for model in work:
         _print_model(model, [run for run in runs if run["model"] == model])
     first = processes.is_first()
@@ -172,6 +188,20 @@ def _shardings(options: argparse.Namespace, device: torch.device) -> tuple[list,
     return [dcp for dcp in runs if dcp.strategy not in impossible], impossible
 
 
+def _modes(options: argparse.Namespace, work: dict[str, list[str]], device: torch.device) -> list[str]:
+    """The modes besides eager that the options ask for."""
+    from ..integrations.static_step import MODES
+    from ..integrations.tiny_models import STATIC
+
+    possible = [mode for mode in MODES if mode == "compile" or device.type == "cuda"]
+    named = _named(options, "--mode", options.mode or ["eager"], ["eager", *possible])
+    modes = [mode for mode in named if mode in MODES]
+    for model in work if modes and options.model and "all" not in options.model else ():
+        if model not in STATIC:
+            _refuse(options, f"--mode {modes[0]} --model", model, STATIC)
+    return modes
+
+
 def _device_name(device: torch.device) -> str:
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
@@ -217,7 +247,7 @@ def prompt_tokens(text: str, length: int) -> torch.Tensor:
 
 
 def _run_all(
-    options: argparse.Namespace, work: dict[str, list[str]], shardings: list, device: torch.device
+    options: argparse.Namespace, work: dict[str, list[str]], shardings: list, modes: list[str], device: torch.device
 ) -> list[dict]:
     from transformers.utils import logging as transformers_logging
 
@@ -227,7 +257,9 @@ def _run_all(
     # Notes on optional kernels and renamed arguments, of no use here.
     transformers_logging.set_verbosity(logging.ERROR)
     contexts = sorted(set(options.context))
-    total = sum(1 + len(layouts) * (1 + len(shardings)) for layouts in work.values()) * len(contexts)
+    static = {model: modes if model in tiny_models.STATIC else [] for model in work}
+    total = sum(1 + len(layouts) * (1 + len(shardings) + len(static[model])) for model, layouts in work.items())
+    total *= len(contexts)
     runs = []
     with warnings.catch_warnings(), torch.inference_mode(), Steps(total) as steps:
         warnings.simplefilter("ignore")
@@ -247,13 +279,19 @@ def _run_all(
                         steps.begin(f"{model_name}, context {length:,}: {layout}, {dcp.world} ranks, {dcp.strategy}")
                         sharded = measure(model, layout, context, options.tokens, dcp, unsharded)
                         runs.append({**place, **sharded.result})
+                    for mode in static[model_name]:
+                        steps.begin(f"{model_name}, context {length:,}: {layout}, {mode}")
+                        compiled = measure(model, layout, context, options.tokens, None, unsharded, mode)
+                        runs.append({**place, "mode": mode, **compiled.result})
     return runs
 
 
 def _print_model(model: str, runs: list[dict]) -> None:
     sharded = any(run["strategy"] != "local" for run in runs)
+    in_modes = any(run["mode"] != "eager" for run in runs)
     columns = (
         "layout",
+        *(["mode"] if in_modes else []),
         *([">ranks", "strategy"] if sharded else []),
         ">context",
         ">tokens equal",
@@ -268,6 +306,7 @@ def _print_model(model: str, runs: list[dict]) -> None:
     rows = [
         (
             run["layout"],
+            *([run["mode"]] if in_modes else []),
             *([str(run["world"]), run["strategy"]] if sharded else []),
             f"{run['context']:,}",
             _equality(run),
@@ -287,6 +326,7 @@ def _print_model(model: str, runs: list[dict]) -> None:
     token_rows = [("none", f"{length:,}", "plain Transformers", _shown(tokens)) for length, tokens in plain.items()]
     for run in runs:
         by = "operators" if run["strategy"] == "local" else f"operators, {_ranks(run)}"
+        by += "" if run["mode"] == "eager" else f", {run['mode']}"
         token_rows.append((run["layout"], f"{run['context']:,}", by, _shown(run["tokens"])))
         token_rows.append(("", "", "Transformers, rounded", _shown(run["oracle_tokens"])))
     print_table(f"{model}: tokens", ("layout", ">context", "by", "tokens"), token_rows)
@@ -316,6 +356,8 @@ def _plain_difference(run: dict) -> str:
 
 def _name(run: dict) -> str:
     name = f"{run['model']}, {run['layout']}, context {run['context']}"
+    if run["mode"] != "eager":
+        return f"{name}, {run['mode']}"
     return name if run["strategy"] == "local" else f"{name}, {_ranks(run)}"
 
 

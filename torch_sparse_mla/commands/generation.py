@@ -23,6 +23,7 @@ from transformers.cache_utils import Cache, CacheLayerMixin
 
 from ..integrations import transformers as integration
 from ..integrations.paged_cache import SparseMlaLayer
+from ..integrations.static_step import StaticStep
 from ..records.layouts import LATENT_DIM, LAYOUTS
 
 # Transformers' indexer holds queries x heads x context scores in float32 at once: 0.3 GB at 512 x 32 x 4096.
@@ -83,9 +84,11 @@ def prefill(model: PreTrainedModel, tokens: torch.Tensor, cache: Cache | None = 
 
 
 def decode(
-    model: PreTrainedModel, cache: Cache, first: torch.Tensor, count: int
+    model: PreTrainedModel, cache: Cache, first: torch.Tensor, count: int, mode: str = "eager"
 ) -> tuple[list[int], torch.Tensor, float]:
     """Generate `count` tokens greedily after token `first` [1, 1]. Returns tokens, logits, median ms of a step."""
+    if mode != "eager":
+        return _decode_static(model, cache, first, count, mode)
     token, tokens, logits, times = first, [], [], []
     for _ in range(count):
         started = _now(first.device)
@@ -95,6 +98,25 @@ def decode(
         tokens.append(int(token))
         logits.append(step_logits)
     # The first step pays for lazy initialisation.
+    return tokens, torch.cat(logits), 1e3 * statistics.median(times[1:] or times)
+
+
+def _decode_static(
+    model: PreTrainedModel, cache: Cache, first: torch.Tensor, count: int, mode: str
+) -> tuple[list[int], torch.Tensor, float]:
+    """The same with a step of fixed shapes, compiled or in CUDA graphs."""
+    static = StaticStep(model, cache)
+    static.token.copy_(first)
+    tokens, logits, times = [], [], []
+    with static.ready(mode) as step:
+        for _ in range(count):
+            started = _now(first.device)
+            step_logits = step(static.token, static.position)
+            static.token.copy_(step_logits.argmax(-1, keepdim=True))
+            static.position.add_(1)
+            times.append(_now(first.device) - started)
+            tokens.append(int(static.token))
+            logits.append(step_logits.clone())
     return tokens, torch.cat(logits), 1e3 * statistics.median(times[1:] or times)
 
 
@@ -133,12 +155,14 @@ def measure(
     count: int,
     dcp: integration.Dcp | None = None,
     unsharded: Run | None = None,
+    mode: str = "eager",
 ) -> Run:
     """Generate `count` tokens through the operators, and have the oracle judge them.
 
     Args:
         dcp: shards and strategy; None: one shard.
-        unsharded: the run with one shard, which has to give the same tokens by the same gates.
+        unsharded: the eager run with one shard, which has to give the same tokens by the same gates.
+        mode: "eager", or how a step of fixed shapes runs: "compile", "piecewise", "full".
     """
     prompt = context.prompt
     integration.convert(model, layout, dcp)
@@ -148,7 +172,7 @@ def measure(
             _take_over(cache, context.cache)
         else:
             prefill(model, prompt[:, :-1], cache)
-        tokens, logits, ms = decode(model, cache, prompt[:, -1:], count)
+        tokens, logits, ms = decode(model, cache, prompt[:, -1:], count, mode)
         record_bytes = integration.cache_bytes_per_token(cache)
         strategy = _strategy(cache, dcp)
         if unsharded is not None and unsharded.tokens == tokens:
@@ -203,7 +227,9 @@ def _faults_against_unsharded(
     first = _first_difference(tokens, unsharded.tokens)
     count = len(tokens) if first is None else first + 1
     verdict = judge(layout, tokens[:count], logits[:count].float(), unsharded.logits[:count].float(), exact)
-    return [f"against the unsharded run: {fault.replace('Transformers', 'that')}" for fault in verdict["faults"]]
+    return [
+        f"against the eager run with one shard: {fault.replace('Transformers', 'that')}" for fault in verdict["faults"]
+    ]
 
 
 def _take_over(cache: Cache, source: Cache) -> None:

@@ -21,7 +21,7 @@ import triton.language as tl
 from ..contract import ALIGNMENT_BYTES
 from ..records.layouts import LATENT_DIM, LAYOUTS, RecordLayout
 from ..records.triton_codec import decode_e2m1, decode_e4m3
-from ..triton_launch import AotConfiguration, AotConfigurations, capability_of, on_device
+from ..triton_launch import AotConfiguration, AotConfigurations, PreparedCall, PreparedOp, capability_of, on_device
 from . import contract
 
 LOG2_E = tl.constexpr(1.4426950408889634)
@@ -29,6 +29,10 @@ LOG2_E = tl.constexpr(1.4426950408889634)
 DISTANCES = [f"distance_{cache}" for cache in range(1, contract.MAX_CACHES)]
 MERGE_COLUMNS = 64
 MERGE_PARTIALS = 32
+
+
+_checked_decode = PreparedOp(contract.check_sparse_ckv_decode, outputs=("out", "lse", "workspace"))
+_checked_merge = PreparedOp(contract.check_merge_partial_attention, outputs=("out", "lse"))
 
 
 def sparse_ckv_decode(
@@ -44,10 +48,10 @@ def sparse_ckv_decode(
     layout: str,
     batch_invariant: bool = False,
 ) -> None:
-    record_layout = contract.check_sparse_ckv_decode(
+    call = _checked_decode(
         q, cache, indices, lengths, sink, out, lse, workspace, softmax_scale, layout, batch_invariant
     )
-    _decode(q, [cache], indices, lengths, sink, out, lse, workspace, softmax_scale, record_layout, batch_invariant)
+    _decode(call, q, [cache], indices, lengths, sink, out, lse, workspace, softmax_scale, batch_invariant)
 
 
 def sparse_ckv_decode_peers(
@@ -66,30 +70,37 @@ def sparse_ckv_decode_peers(
     record_layout = contract.check_sparse_ckv_decode_peers(
         q, caches, indices, lengths, sink, out, lse, workspace, softmax_scale, layout, batch_invariant
     )
-    _decode(q, caches, indices, lengths, sink, out, lse, workspace, softmax_scale, record_layout, batch_invariant)
+    # Not kept: the caches are a list.
+    call = PreparedCall(record_layout, outputs=(), tensors=())
+    _decode(call, q, caches, indices, lengths, sink, out, lse, workspace, softmax_scale, batch_invariant)
 
 
 def _decode(
-    q, caches, indices, lengths, sink, out, lse, workspace, softmax_scale, record_layout, batch_invariant
+    call: PreparedCall, q, caches, indices, lengths, sink, out, lse, workspace, softmax_scale, batch_invariant
 ) -> None:
+    record_layout = call.checked
     rows, num_heads, _ = q.shape
     if rows == 0:
         return
     topk = indices.shape[1]
-    tile = attend_tile(record_layout, q.dtype, capability_of(q.device), _is_large(rows, num_heads, batch_invariant))
-    splits = contract.num_splits(rows, num_heads, topk, batch_invariant, tile.programs)
+    if call.kept is None:
+        large = _is_large(rows, num_heads, batch_invariant)
+        tile = attend_tile(record_layout, q.dtype, capability_of(q.device), large)
+        call.kept = tile, contract.num_splits(rows, num_heads, topk, batch_invariant, tile.programs)
+    tile, splits = call.kept
     arguments = (softmax_scale, record_layout, tile, splits, batch_invariant)
     with on_device(q):
         if splits == 1:
-            _attend(q, caches, indices, lengths, sink, out, lse, *arguments)
+            _attend(call, 0, q, caches, indices, lengths, sink, out, lse, *arguments)
             return
         step = contract.rows_per_launch(rows, num_heads, topk, batch_invariant)
         for first in range(0, rows, step):
             part = slice(first, min(first + step, rows))
             partial_out, partial_lse = _partial_views(workspace, splits, part.stop - first, num_heads)
             part_lengths = None if lengths is None else lengths[part]
-            _attend(q[part], caches, indices[part], part_lengths, None, partial_out, partial_lse, *arguments)
-            _merge(partial_out, partial_lse, sink, out[part], lse[part])
+            partials = (partial_out, partial_lse)
+            _attend(call, first, q[part], caches, indices[part], part_lengths, None, *partials, *arguments)
+            _merge(call, first, *partials, sink, out[part], lse[part])
 
 
 def merge_partial_attention(
@@ -99,10 +110,10 @@ def merge_partial_attention(
     out: torch.Tensor,
     lse: torch.Tensor,
 ) -> None:
-    contract.check_merge_partial_attention(partial_out, partial_lse, sink, out, lse)
+    call = _checked_merge(partial_out, partial_lse, sink, out, lse)
     if lse.numel():
         with on_device(out):
-            _merge(partial_out, partial_lse, sink, out, lse)
+            _merge(call, 0, partial_out, partial_lse, sink, out, lse)
 
 
 def _partial_views(
@@ -158,14 +169,35 @@ def _has_native_e4m3(capability: int) -> bool:
 
 
 def _is_large(rows: int, num_heads: int, batch_invariant: bool) -> bool:
-    return batch_invariant or rows * triton.cdiv(num_heads, contract.HEADS_PER_TILE) >= 16
+    return batch_invariant or rows * _head_tiles(num_heads) >= 16
 
 
-def _attend(q, caches, indices, lengths, sink, out, lse, softmax_scale, layout, tile, splits, batch_invariant) -> None:
+def _head_tiles(num_heads: int) -> int:
+    return -(-num_heads // contract.HEADS_PER_TILE)
+
+
+def _attend(
+    call: PreparedCall,
+    site: int,
+    q,
+    caches,
+    indices,
+    lengths,
+    sink,
+    out,
+    lse,
+    softmax_scale,
+    layout,
+    tile,
+    splits,
+    batch_invariant,
+) -> None:
     rows, num_heads, _ = q.shape
     cache = caches[0]
     distances = [(other.data_ptr() - cache.data_ptr()) // ALIGNMENT_BYTES for other in caches[1:]]
-    _sparse_ckv_decode_kernel[(rows, splits, triton.cdiv(num_heads, contract.HEADS_PER_TILE))](
+    call.launch(
+        _sparse_ckv_decode_kernel,
+        (rows, splits, _head_tiles(num_heads)),
         q,
         cache,
         indices,
@@ -188,6 +220,7 @@ def _attend(q, caches, indices, lengths, sink, out, lse, softmax_scale, layout, 
         PEERS=len(caches) > 1,
         num_warps=tile.num_warps,
         num_stages=tile.num_stages,
+        site=site,
     )
 
 
@@ -206,9 +239,11 @@ def _attend_constants(
     }
 
 
-def _merge(partial_out, partial_lse, sink, out, lse) -> None:
+def _merge(call: PreparedCall, site: int, partial_out, partial_lse, sink, out, lse) -> None:
     partials, rows, num_heads, _ = partial_out.shape
-    _merge_partial_attention_kernel[(rows, num_heads, LATENT_DIM // MERGE_COLUMNS)](
+    call.launch(
+        _merge_partial_attention_kernel,
+        (rows, num_heads, LATENT_DIM // MERGE_COLUMNS),
         partial_out,
         partial_lse,
         sink,
@@ -221,6 +256,7 @@ def _merge(partial_out, partial_lse, sink, out, lse) -> None:
         COLUMNS=MERGE_COLUMNS,
         PARTIALS=MERGE_PARTIALS,
         num_warps=4,
+        site=site,
     )
 
 

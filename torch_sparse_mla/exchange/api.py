@@ -15,7 +15,9 @@ def ce_exchange(
         cache: [pages, page_size, record_bytes] uint8, this rank's part; page stride free, records packed in a page.
         plan: int32, what `plan_selection` wrote for this rank, with the channel's requests and capacity.
         workspace: [capacity_records, record_bytes] uint8, contiguous; record `request * capacity_per_request + i` is
-            overwritten with the i-th record of the request's union. Records beyond a union stay as they are.
+            overwritten with the i-th record of the request's union. Records beyond a union stay as they are. Also as
+            [1, capacity_records, record_bytes], a cache of one page: the other operators then take it without a view,
+            which compilers that do not know views of mutated arguments would copy.
         state: `channel.state`.
         channel: the channel, or its name.
     Raises: ValueError for an argument that does not fit, before anything is written or counted. ExchangeError where a

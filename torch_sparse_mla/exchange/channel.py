@@ -30,6 +30,7 @@ from typing import Any
 
 import torch
 
+from .. import lifetimes
 from ..contract import reject
 from ..selection.plan import Section, SelectionPlan
 from .group import Group, as_group
@@ -95,6 +96,8 @@ class Channel:
         self.transport_name, self.why = "", ""
         # Where kernels record errors so that the host sees them without waiting; set by the transport.
         self.host_words: torch.Tensor | None = None
+        # CUDA graphs of `torch_sparse_mla.compile` that captured it.
+        self.users = lifetimes.Users()
 
     @functools.cached_property
     def tag(self) -> int:
@@ -191,7 +194,9 @@ class Channel:
 
         Memory that a CUDA graph captured stays mapped. Replays of such a graph move nothing, and `check()` says so.
         An exchange that was started and not waited for is given up, and peers that wait for it fail.
+        Raises: RuntimeError, and closes nothing, while a `CompiledStep` holds graphs that captured the channel.
         """
+        self.users.refuse_if_any(f"channel '{self.name}'")
         with _lock:
             if _registry.get(self.name) is self:
                 del _registry[self.name]

@@ -5,6 +5,7 @@ import functools
 
 import torch
 
+from .. import lifetimes
 from ..contract import (
     check_contiguous,
     check_dtype,
@@ -91,6 +92,7 @@ def _check(
     called: tuple[str, str] | None = None,
 ) -> ExchangeCall:
     channel = find_channel(op, name)
+    lifetimes.note_use(channel.users)
     sizes = channel.configuration
     where = f"channel '{name}' on rank {channel.rank}"
     if not 1 <= len(caches) <= sizes.layers:
@@ -106,10 +108,11 @@ def _check(
         reject(op, "state", f"device {state.device}", f"device {channel.device}, that of {where}")
     for argument, cache in zip(cache_names, caches, strict=True):
         _check_cache(op, argument, cache, caches[0], channel)
+    shape = (sizes.capacity_records, sizes.record_bytes)
     for argument, workspace in outputs.items():
         check_dtype(op, argument, workspace, (torch.uint8,))
-        shape = (sizes.capacity_records, sizes.record_bytes)
-        check_shape(op, argument, workspace, shape, f"capacity_records, record_bytes of {where}")
+        if workspace.shape != (1, *shape):
+            check_shape(op, argument, workspace, shape, f"capacity_records, record_bytes of {where}")
         check_contiguous(op, argument, workspace)
     check_dtype(op, "plan", plan, (torch.int32,))
     check_shape(op, "plan", plan, (channel.plan_words,), f"words of a plan for {where}")
@@ -120,7 +123,7 @@ def _check(
     check_no_overlap(op, outputs | {"state": state}, inputs)
     if not is_fake(state) and not _is_state_of(state, channel):
         reject(op, "state", "the state of another channel", f"the state of {where}")
-    call = ExchangeCall(op, channel, list(caches), list(workspaces), plan, state)
+    call = ExchangeCall(op, channel, list(caches), [workspace.view(shape) for workspace in workspaces], plan, state)
     if checked_mode() and not is_fake(plan):
         _check_plan_values(call)
     return call

@@ -2,6 +2,7 @@
 
 import torch
 
+from .. import trace
 from . import contract
 from .contract import ExchangeCall
 
@@ -22,17 +23,39 @@ def ce_exchange_start(
     caches: list[torch.Tensor], plan: torch.Tensor, workspaces: list[torch.Tensor], state: torch.Tensor, channel: str
 ) -> None:
     call = contract.check_ce_exchange_start(caches, plan, workspaces, state, channel)
-    call.channel.transport.start(call)
+    _start(call)
 
 
 def ce_exchange_wait(
     caches: list[torch.Tensor], plan: torch.Tensor, workspaces: list[torch.Tensor], state: torch.Tensor, channel: str
 ) -> None:
     call = contract.check_ce_exchange_wait(caches, plan, workspaces, state, channel)
-    call.channel.transport.wait(call)
+    _wait(call)
 
 
 def _exchange(call: ExchangeCall) -> None:
     call.channel.transport.refuse_if_alone(call)
-    call.channel.transport.start(call)
-    call.channel.transport.wait(call)
+    _start(call)
+    _wait(call)
+
+
+def _start(call: ExchangeCall) -> None:
+    trace.begin("ce_exchange/pack", _reserved_bytes(call))
+    try:
+        call.channel.transport.start(call)
+    finally:
+        trace.end()
+
+
+def _wait(call: ExchangeCall) -> None:
+    trace.begin("ce_exchange/arrival", _reserved_bytes(call))
+    try:
+        call.channel.transport.wait(call)
+    finally:
+        trace.end()
+
+
+def _reserved_bytes(call: ExchangeCall) -> int:
+    """How many bytes move depends on the plan's contents, which the host does not know."""
+    sizes = call.channel.configuration
+    return call.layers * sizes.capacity_records * sizes.record_bytes

@@ -95,6 +95,8 @@ class TokenPages:
             self.peers = peer_caches(torch.device(device), f"transformers.pages{next(_names)}")
         # The most Shared layers that follow a Full layer.
         self.shared_layers = 0
+        # Set while a step of fixed shapes runs: where its tokens go, int64 [1] on the device.
+        self.position: torch.Tensor | None = None
         self._new = (None, None, None)
         self._resized: TokenPages | None = None
         self.forget_selection()
@@ -138,6 +140,9 @@ class TokenPages:
 
     def slots_of_new(self, start: int, count: int) -> list[torch.Tensor]:
         """Slots of tokens start .. start + count - 1 of every sequence: per shard int64 [batch * count]."""
+        if self.position is not None:
+            tokens = self.places_of_new(count).expand(self.batch, count)
+            return [shard.flatten() for shard in self._slots(tokens)]
         if not torch.compiler.is_compiling() and self._new[:2] == (start, count):
             return self._new[2]
         tokens = torch.arange(start, start + count, device=self.block_table.device).expand(self.batch, count)
@@ -145,6 +150,10 @@ class TokenPages:
         if not torch.compiler.is_compiling():
             self._new = (start, count, slots)
         return slots
+
+    def places_of_new(self, count: int) -> torch.Tensor:
+        """Positions [count] of a static step's tokens."""
+        return self.position + torch.arange(count, device=self.position.device)
 
     def slots_of_selected(self, tokens: torch.Tensor, visible: torch.Tensor | None) -> list[torch.Tensor]:
         """Slots of the tokens that each query selected.
@@ -231,7 +240,9 @@ class SparseMlaLayer(CacheLayerMixin):
             write_ckv_records(latent_rows, rope_rows, slots, records, self.pages.settings.layout)
         if self.pages.ranks is not None:
             self.current = (latent_rows, rope_rows) if count <= MAX_STEP_QUERIES else None
-        self._set_length(self.length + count)
+        # A static step's length is the business of whoever runs it.
+        if self.pages.position is None:
+            self._set_length(self.length + count)
         return self, self
 
     def update_indexer(self, index_keys: torch.Tensor) -> torch.Tensor:
@@ -239,6 +250,9 @@ class SparseMlaLayer(CacheLayerMixin):
         batch, count, width = index_keys.shape
         if self.index_keys is None:
             self.index_keys = _pool((batch, self.pages.max_len, width), index_keys.dtype, index_keys.device)
+        if self.pages.position is not None:
+            self.index_keys.index_copy_(1, self.pages.places_of_new(count), index_keys)
+            return self.index_keys
         self.index_keys[:, self.length - count : self.length] = index_keys
         return self.index_keys[:, : self.length]
 
@@ -249,7 +263,7 @@ class SparseMlaLayer(CacheLayerMixin):
         return self.pages.max_len
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        return self.length + query_length, 0
+        return (self.length + query_length if self.pages.position is None else self.pages.max_len), 0
 
     def crop(self, tokens_to_remove: int) -> None:
         """Forget the last tokens; as in Transformers, their number comes with a minus sign."""

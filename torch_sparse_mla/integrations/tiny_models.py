@@ -17,6 +17,8 @@ from transformers import (
 )
 
 MODELS = ("glm_moe_dsa", "deepseek_v32", "glm5_next")
+# Those whose decode step has a form of fixed shapes: linear attention keeps states of its own.
+STATIC = ("glm_moe_dsa", "deepseek_v32")
 
 TOPK = 64
 HEADS = 16

@@ -9,7 +9,7 @@ import torch
 import triton
 import triton.language as tl
 
-from ..triton_launch import AotConfiguration, AotConfigurations, on_device
+from ..triton_launch import AotConfiguration, AotConfigurations, PreparedOp, on_device
 from . import contract
 from .layouts import E2M1_MAX, E4M3_MAX, LATENT_DIM, LAYOUTS, ROPE_DIM
 from .triton_codec import decode_e2m1, decode_e4m3
@@ -23,16 +23,22 @@ E2M1_LARGEST = tl.constexpr(E2M1_MAX)
 FP32_INF_BITS = tl.constexpr(0x7F800000)
 
 
+_write = PreparedOp(contract.check_write_ckv_records, outputs=("cache",))
+_read = PreparedOp(contract.check_read_ckv_records, outputs=("out",))
+
+
 def write_ckv_records(
     latent: torch.Tensor, rope: torch.Tensor | None, slots: torch.Tensor, cache: torch.Tensor, layout: str
 ) -> None:
-    record_layout = contract.check_write_ckv_records(latent, rope, slots, cache, layout)
+    call = _write(latent, rope, slots, cache, layout)
     tokens = slots.shape[0]
     if tokens == 0:
         return
     pages, page_size, _ = cache.shape
     with on_device(cache):
-        _write_kernel[(tokens,)](
+        call.launch(
+            _write_kernel,
+            (tokens,),
             latent,
             rope,
             slots,
@@ -42,26 +48,28 @@ def write_ckv_records(
             cache.stride(0) // 16,
             page_size,
             pages * page_size,
-            LAYOUT=record_layout,
+            LAYOUT=call.checked,
             num_warps=NUM_WARPS,
         )
 
 
 def read_ckv_records(cache: torch.Tensor, slots: torch.Tensor, out: torch.Tensor, layout: str) -> None:
-    record_layout = contract.check_read_ckv_records(cache, slots, out, layout)
+    call = _read(cache, slots, out, layout)
     tokens = slots.shape[0]
     if tokens == 0:
         return
     pages, page_size, _ = cache.shape
     with on_device(cache):
-        _read_kernel[(tokens,)](
+        call.launch(
+            _read_kernel,
+            (tokens,),
             cache,
             slots,
             out,
             cache.stride(0) // 16,
             page_size,
             pages * page_size,
-            LAYOUT=record_layout,
+            LAYOUT=call.checked,
             num_warps=NUM_WARPS,
         )
 

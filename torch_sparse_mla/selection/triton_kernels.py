@@ -23,7 +23,7 @@ import torch
 import triton
 import triton.language as tl
 
-from ..triton_launch import AotConfiguration, AotConfigurations, on_device
+from ..triton_launch import AotConfiguration, AotConfigurations, PreparedOp, on_device
 from .contract import check_plan_selection, page_limit
 from .plan import PARTITIONS, SelectionPlan
 
@@ -44,6 +44,9 @@ OTHER = tl.constexpr(-2)
 UNCLAIMED = tl.constexpr(2**31 - 1)
 
 
+_checked = PreparedOp(check_plan_selection, outputs=("plan",))
+
+
 def plan_selection(
     topk: torch.Tensor,
     block_table: torch.Tensor,
@@ -56,7 +59,7 @@ def plan_selection(
     reserved_requests: int = 0,
     reserved_rows_per_request: int = 0,
 ) -> None:
-    selection = check_plan_selection(
+    call = _checked(
         topk,
         block_table,
         plan,
@@ -68,6 +71,7 @@ def plan_selection(
         reserved_requests,
         reserved_rows_per_request,
     )
+    selection = call.checked
     if selection.requests == 0:
         return
     requests, blocks = block_table.shape
@@ -75,7 +79,9 @@ def plan_selection(
     launches = _launches(selection)
     with on_device(plan):
         if requests:
-            launches.first_kernel[(requests, PARTITIONS)](
+            call.launch(
+                launches.first_kernel,
+                (requests, PARTITIONS),
                 topk,
                 block_table,
                 plan,
@@ -93,7 +99,9 @@ def plan_selection(
                 SPARE_CELLS=selection.spare_cells,
                 **launches.options,
             )
-        launches.union_kernel[(selection.requests, world + launches.slot_programs)](
+        call.launch(
+            launches.union_kernel,
+            (selection.requests, world + launches.slot_programs),
             topk,
             block_table,
             plan,
