@@ -147,4 +147,4 @@ def test_every_kernel_has_a_phase(module):
 def test_kernels_of_others_have_none():
     for name in ("nvjet_hsh_64x8", "triton_poi_fused_add_0", "_write_kernel_of_somebody", "void at::native::copy"):
         assert trace.phase_of_kernel(name) is None
-    assert trace.phase_of_kernel("Memcpy DtoD (Device -> Device)") == "copy engine/copy"
+    assert trace.phase_of_kernel("Memcpy DtoD (Device -> Device)") == "device/copy"

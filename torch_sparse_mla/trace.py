@@ -34,8 +34,10 @@ KERNEL_PHASES = {
     # Kernels in C++ carry the operator's name: torch_sparse_mla::...sparse_ckv_decode_attend<...>(...).
     r".*sparse_ckv_decode.*(merge|combine).*": "sparse_ckv_decode/merge",
     r".*sparse_ckv_decode.*": "sparse_ckv_decode/attend",
-    r"Memcpy .*": "copy engine/copy",
-    r"Memset .*": "copy engine/fill",
+    # From one GPU to another only exchanges copy; within one, PyTorch does too.
+    r"Memcpy PtoP.*": "ce_exchange/copy",
+    r"Memcpy .*": "device/copy",
+    r"Memset .*": "device/fill",
 }
 
 

@@ -23,7 +23,8 @@ from torch_sparse_mla.commands.timeline import (
         ("_push_kernel", "ce_exchange/pack"),
         ("torch_sparse_mla::ce_exchange_wait", "ce_exchange/arrival"),
         ("torch_sparse_mla::plan_selection", "plan_selection/call"),
-        ("Memcpy PtoP (Device -> Device)", "copy engine/copy"),
+        ("Memcpy PtoP (Device -> Device)", "ce_exchange/copy"),
+        ("Memcpy DtoD (Device -> Device)", "device/copy"),
         ("nvjet_tst_64x8_64x16_4x1_v_bz_TNT", PROJECTIONS),
         ("void gemv2T_kernel_val<int, float>", PROJECTIONS),
         ("aten::mm", PROJECTIONS),
@@ -64,7 +65,7 @@ def test_a_wall_that_the_timeline_does_not_cover_is_seen():
 def test_overlap_of_exchange_with_the_rest():
     intervals = [
         Interval("ce_exchange/pack", 0, 4),
-        Interval("copy engine/copy", 3, 8),
+        Interval("ce_exchange/copy", 3, 8),
         Interval("projections", 6, 10),
         Interval("glue", 1, 2),
     ]

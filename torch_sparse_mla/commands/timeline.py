@@ -9,7 +9,7 @@ from .. import trace
 IDLE = "between kernels"
 PROJECTIONS = "projections"
 GLUE = "glue"
-EXCHANGE_PHASES = ("ce_exchange/", "copy engine/")
+EXCHANGE_PHASES = ("ce_exchange/",)
 # On the CPU an operator is one event.
 _OPERATOR_PHASES = {
     "write_ckv_records": "write_ckv_records/write",
