@@ -12,7 +12,7 @@ import itertools
 import os
 import re
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 if __package__ in (None, ""):
@@ -168,7 +168,8 @@ def _decode_tables(document: dict) -> list[str]:
         parts += _decode_lines(cases, unit)
     host = [case for case in document["cases"] if case["mode"] == "host"]
     if host:
-        times = ", ".join(f"{_label(case['impl'])} {case['us']:.0f} µs" for case in host)
+        impls = [case["impl"] for case in host]
+        times = ", ".join(f"{_label(case['impl'], impls)} {case['us']:.0f} µs" for case in host)
         parts.append(f"Host time of one eager call (1 row, 1 head, 1 record): {times}.")
     if any(case.get("padded_heads", case["heads"]) != case["heads"] for case in document["cases"]):
         parts.append("FlashMLA serves 64 or 128 heads; a call with fewer pays for 64.")
@@ -396,14 +397,17 @@ def _impls(cases: list[dict]) -> list[str]:
     return [impl for impl in CELL_ORDER if impl in present]
 
 
-def _label(impl: str) -> str:
+def _label(impl: str, among: Sequence[str] = ()) -> str:
+    """`among`: what it is shown with. Beside our native CUDA kernel the portable one goes by its own name."""
     if impl.endswith(INVARIANT_SUFFIX):
-        return f"{_label(impl.removesuffix(INVARIANT_SUFFIX))}, batch-invariant"
+        return f"{_label(impl.removesuffix(INVARIANT_SUFFIX), among)}, batch-invariant"
+    if impl == "triton" and "native-cuda" in among:
+        return "Triton"
     return LABELS.get(impl, impl)
 
 
 def _legend(impls: list[str]) -> str:
-    return " / ".join(_label(impl) for impl in impls)
+    return " / ".join(_label(impl, impls) for impl in impls)
 
 
 def _cell(cases: list[dict], impls: list[str], unit: str) -> str:

@@ -107,6 +107,17 @@ Host time of one eager call (1 row, 1 head, 1 record): ours 31 us.
     )
 
 
+def test_the_portable_kernel_goes_by_its_name_beside_the_native_one():
+    document = documents.decode_document()
+    document["cases"] += [
+        {**case, "impl": "native-cuda", "us": case["us"] / 2} for case in document["cases"] if case["impl"] == "triton"
+    ]
+    text = section(document)
+    assert "us, ours / Triton / FlashMLA in each cell." in text
+    assert "| 1 | 0.35 | 3.5 | 4.5 / 9.0 / - | 4.5 / 9.0 / 19.0 |" in text
+    assert "ours 16 us, Triton 31 us" in text or "Triton 31 us, ours 16 us" in text
+
+
 def test_padding_of_a_peer_is_said():
     document = documents.decode_document()
     assert "pays for 64" not in section(document)
