@@ -14,10 +14,8 @@ import triton.language as tl
 from ..records.triton_codec import decode_e4m3
 from ..triton_launch import AotConfiguration, AotConfigurations, capability_of, on_device
 from . import pools as layout
-from .contract import check_c4_select, kept_candidates
+from .contract import MANY_ROWS, check_c4_select, kept_candidates
 
-# From so many rows on, a program takes several: they share the keys that they load.
-MANY_ROWS = 64
 MAX_HEADS_TOGETHER = 128
 # Candidates that a program sorts at once: more would not fit into registers.
 MAX_SORTED = 4096
