@@ -24,7 +24,7 @@ from .gather.policy import GatherChoice, GatherCosts, GatherPolicy
 from .gather.workspace import GatherSlot, LaneBytes, Workspace, lane_bytes
 from .graphs import CompiledStep, CUDAGraphMode, GraphPool, GraphSupport, compile, graph_support
 from .indexer import exact_index_queries, quantise_index_queries
-from .indexer.api import c4_merge_pools, c4_select, c4_write_index_keys
+from .indexer.api import c4_merge_pools, c4_select, c4_write_index_keys, warmup_c4_indexer
 from .indexer.contract import c4_select_workspace_bytes
 from .records import LAYOUTS, RecordLayout, dequantise_records, quantise_records
 from .records.api import read_ckv_records, write_ckv_records
@@ -90,6 +90,7 @@ __all__ = [
     "sparse_ckv_decode_peers",
     "sparse_ckv_decode_workspace_bytes",
     "union_growth",
+    "warmup_c4_indexer",
     "warmup_sparse_ckv_decode",
     "write_ckv_records",
 ]

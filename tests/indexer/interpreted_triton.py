@@ -9,7 +9,7 @@ import os
 import pytest
 import torch
 
-from torch_sparse_mla.indexer import triton_kernels
+from torch_sparse_mla.indexer import triton_kernels, triton_kernels_select
 
 from ..decode.rejections import expect_rejection
 from .cases import decoded, encode, every_form, expand, poisoned, select_case, write_case
@@ -58,7 +58,7 @@ def test_select_matches_model(form, world, lists, num_pools):
     sizes = {"num_pools": num_pools, "world": world, "rank": world - 1, "lists": lists, "page_size": 256}
     case = select_case(form, (200, 20), rows, **sizes)
     arguments = case.args(gap=64)
-    triton_kernels.c4_select(*arguments)
+    triton_kernels_select.c4_select(*arguments)
     assert decoded(arguments[6]) == case.expected()
 
 
@@ -68,14 +68,14 @@ def not_native(function):
 
 
 def test_select_of_rows_that_share_a_program(monkeypatch):
-    monkeypatch.setattr(triton_kernels, "MANY_ROWS", 2)
+    monkeypatch.setattr(triton_kernels_select, "MANY_ROWS", 2)
     rows = ((0, 599), (1, 200), (-1, -1), (2, 70), (0, 30))
     case = select_case("serving", (150, 60, 20), rows, heads=32)
     arguments = case.args()
-    monkeypatch.setattr(triton_kernels, "capability_of", lambda device: 90)
-    monkeypatch.setattr(triton_kernels, "select_form", not_native(triton_kernels.select_form))
-    assert triton_kernels.select_form(torch.uint8, len(rows), 32, 16, 90)["ROWS"] > 2
-    triton_kernels.c4_select(*arguments)
+    monkeypatch.setattr(triton_kernels_select, "capability_of", lambda device: 90)
+    monkeypatch.setattr(triton_kernels_select, "select_form", not_native(triton_kernels_select.select_form))
+    assert triton_kernels_select.select_form(torch.uint8, len(rows), 32, 16, 90)["ROWS"] > 2
+    triton_kernels_select.c4_select(*arguments)
     assert decoded(arguments[6]) == case.expected()
 
 
@@ -83,7 +83,7 @@ def test_select_whose_scores_rise():
     """Every pool passes the threshold: what is kept overflows with each tile."""
     case = select_case("serving", (300,), ((0, 1_199),), num_pools=100, rising=True)
     arguments = case.args()
-    triton_kernels.c4_select(*arguments)
+    triton_kernels_select.c4_select(*arguments)
     assert decoded(arguments[6]) == case.expected()
 
 
@@ -91,7 +91,7 @@ def test_select_sees_no_missing_page():
     case = select_case("fp32", (200,), ((0, 799),), num_pools=200)
     arguments = case.args()
     arguments[3][0, 1] = 10_000
-    triton_kernels.c4_select(*arguments)
+    triton_kernels_select.c4_select(*arguments)
     found = {pool for _, pool in decoded(arguments[6])[0][0]}
     assert found == set(range(64)) | set(range(128, 200))
 
@@ -128,7 +128,7 @@ def test_merge_fills_wide_rows(monkeypatch):
 def test_bad_arguments_are_refused_before_the_launch():
     arguments = list(select_case().args())
     with expect_rejection("c4_select", "rank", "0 <= rank"):
-        triton_kernels.c4_select(*arguments[:10], 1, 1)
+        triton_kernels_select.c4_select(*arguments[:10], 1, 1)
     with expect_rejection("c4_merge_pools", "topk", "4 * pools"):
         triton_kernels.c4_merge_pools(arguments[6], arguments[5], arguments[5].view(1, -1), arguments[5])
     with expect_rejection("c4_write_index_keys", "drafts", "0 or more"):

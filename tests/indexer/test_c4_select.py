@@ -276,6 +276,16 @@ def test_checked_mode_names_the_first_bad_row(implementation, position, row, val
     assert f"got {value} in row {row};" in str(error.value)
 
 
+@every_form
+def test_warmup_writes_nothing_into_the_pools(form, device):
+    pools = select_case(form).args(device)[2]
+    before = pools.clone()
+    torch_sparse_mla.warmup_c4_indexer(
+        pools, heads=32, num_pools=16, page_size=256, interleave=4, rank=1, world=2, keys_dtype=torch.float32
+    )
+    assert torch.equal(pools.contiguous().view(torch.uint8), before.contiguous().view(torch.uint8))
+
+
 def test_workspace_is_bounded_by_rows_not_by_the_context():
     assert c4_select_workspace_bytes(4_096, 512) == 4_096 * 1_024 * 8
     assert c4_select_workspace_bytes(1, 16, 3) == 3 * 256 * 8

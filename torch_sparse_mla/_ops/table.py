@@ -191,7 +191,7 @@ OPS: dict[str, Op] = {
             ),
             reference=indexer_reference.c4_select,
             check=indexer_contract.check_c4_select,
-            triton="indexer.triton_kernels:c4_select",
+            triton="indexer.triton_kernels_select:c4_select",
         ),
         Op(
             name="c4_merge_pools",

@@ -81,7 +81,7 @@ class GatherPolicy:
 
     Args:
         geometry: of the caches.
-        sizes: the reserved sizes, `Workspace.sizes`; None while the geometry is provisional.
+        sizes: the reserved sizes, `Workspace.sizes`; None while the geometry is provisional: set the attribute then.
         layout: a key of `torch_sparse_mla.LAYOUTS`.
         heads: query heads of all ranks together.
         costs: measured figures; None: the number of bytes decides.

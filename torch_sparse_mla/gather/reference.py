@@ -5,7 +5,6 @@ import torch
 from ..selection.contract import page_limit
 from ..sharding import local_length, local_position, owner
 from . import contract
-from .contract import GatherCall
 from .plan import round_up
 
 
@@ -106,5 +105,5 @@ def c4_prefill_gather_start(
 def c4_prefill_gather_wait(
     cache: torch.Tensor, plan: torch.Tensor, gathered: torch.Tensor, state: torch.Tensor, channel: str
 ) -> None:
-    call: GatherCall = contract.check_c4_prefill_gather_wait(cache, plan, gathered, state, channel)
+    call = contract.check_c4_prefill_gather_wait(cache, plan, gathered, state, channel)
     call.channel.transport.wait(call)

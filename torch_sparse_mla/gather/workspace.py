@@ -16,6 +16,7 @@ from ..contract import check_layout
 from ..errors import reject
 from ..exchange.channel import DEFAULT_TIMEOUT_S, Channel
 from ..exchange.group import as_group
+from .api import c4_plan_gather, c4_remap
 from .geometry import PageGeometry
 from .plan import GatherPlan, gather_capacity
 
@@ -161,10 +162,16 @@ class Workspace:
         self._slots[key] = GatherSlot(self.sizes, self.sizes.empty(self.device), gathered, channel)
 
     def lock(self) -> None:
-        """No slot can be reserved from here on. A second call does nothing. Raises RuntimeError with no slot at all."""
+        """No slot can be reserved from here on, and the kernels of a chunk are compiled. A second call does nothing.
+
+        Raises: RuntimeError with no slot at all.
+        """
         self._check_open()
+        if self._locked:
+            return
         if not self._slots:
             raise RuntimeError(f"torch_sparse_mla::{_OP}: lock() with no slot; call reserve(micro_batch, lane) first")
+        self._warm_up()
         self._locked = True
 
     def slot(self, micro_batch: int = 0, lane: str = "target") -> GatherSlot:
@@ -195,6 +202,13 @@ class Workspace:
         for slot in self._slots.values():
             slot.channel.close()
         self._slots, self._closed = {}, True
+
+    def _warm_up(self) -> None:
+        """Compile now what would else be compiled at the first long prompt: a chunk of one token."""
+        plan = next(iter(self._slots.values())).plan
+        table = torch.zeros(1, 1, dtype=torch.int32, device=self.device)
+        c4_plan_gather([1], [1], table, self.sizes, rank=self.rank, plan=plan)
+        c4_remap(table, plan, self.sizes)
 
     def _reserved(self) -> str:
         return ", ".join(str(key) for key in self._slots) or "none"

@@ -4,8 +4,8 @@ import torch
 
 from .. import _ops  # noqa: F401  (registers the operators)
 from ..contract import refuse_gradients, reject
-from .contract import c4_select_workspace_bytes
-from .pools import POOL_TOKENS
+from .contract import MANY_ROWS, c4_select_workspace_bytes
+from .pools import HEAD_DIM, POOL_TOKENS
 
 
 def c4_write_index_keys(
@@ -179,3 +179,38 @@ def c4_merge_pools(
         counts = torch.empty(rows, dtype=torch.int32, device=candidates.device)
     torch.ops.torch_sparse_mla.c4_merge_pools(candidates, positions, topk, counts)
     return topk, counts
+
+
+def warmup_c4_indexer(
+    pools: torch.Tensor,
+    *,
+    heads: int,
+    num_pools: int,
+    page_size: int,
+    interleave: int = 1,
+    rank: int = 0,
+    world: int = 1,
+    keys_dtype: torch.dtype = torch.bfloat16,
+) -> None:
+    """Compile what the indexer's operators launch, for few rows and for many. Writes nothing into `pools`.
+
+    Args:
+        pools, page_size, interleave, rank, world: as for `c4_select`.
+        heads, num_pools: of the queries, and that a row selects.
+        keys_dtype: of the keys that `c4_write_index_keys` takes.
+    Raises: ValueError for an argument that does not fit.
+    Capture: before. Ranks: each by itself.
+    """
+    geometry = {"page_size": page_size, "interleave": interleave, "rank": rank, "world": world}
+    table = torch.zeros(1, 1, dtype=torch.int32, device=pools.device)
+    for rows in (1, MANY_ROWS):
+        q = torch.zeros(rows, heads, HEAD_DIM, dtype=pools.dtype, device=pools.device)
+        weights = torch.zeros(rows, heads, device=pools.device)
+        padded = torch.full((rows,), -1, dtype=torch.int32, device=pools.device)
+        candidates = c4_select(q, weights, pools, table, padded, padded, num_pools=num_pools, **geometry)
+        c4_merge_pools(candidates, padded)
+    keys = torch.zeros(1, HEAD_DIM, dtype=keys_dtype, device=pools.device)
+    bias = torch.zeros(POOL_TOKENS, HEAD_DIM, device=pools.device)
+    edges = torch.tensor([0, 1], dtype=torch.int32, device=pools.device)
+    ring = torch.zeros(1, POOL_TOKENS, 2, HEAD_DIM, dtype=keys_dtype, device=pools.device)
+    c4_write_index_keys(keys, keys, bias, edges, table[0], padded[:1], table, ring, pools, **geometry)

@@ -21,6 +21,8 @@ from .pools import HEAD_DIM, POOL_TOKENS, TOKENS_PER_INDEX_PAGE, index_bytes
 EXACT_DTYPES = (torch.float32, torch.bfloat16)
 MAX_POOLS = 512
 HEADS = (16, 32, 64)
+# From so many rows on, a program of the selector takes several: they share the keys that they load.
+MANY_ROWS = 64
 # What a call keeps for each row and list while it scores: twice the pools, or a tile beside them.
 _LEAST_KEPT = 256
 

@@ -30,11 +30,6 @@ def index_bytes(page_size: int) -> int:
     return page_size // TOKENS_PER_INDEX_PAGE * INDEX_PAGE_BYTES
 
 
-def tail_tokens(position: int) -> int:
-    """Tokens after the last whole pool that a query at `position` sees: 0 to 3."""
-    return (position + 1) % POOL_TOKENS
-
-
 def candidates_of(scores: torch.Tensor, pools: torch.Tensor) -> torch.Tensor:
     """int64 candidates from float32 scores and pool numbers. A NaN counts as the lowest score, -0.0 as 0.0."""
     scores = torch.where(scores.isnan(), float("-inf"), scores) + 0.0
