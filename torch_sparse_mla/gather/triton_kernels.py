@@ -1,8 +1,8 @@
 """CUDA implementations of the gather operators in Triton.
 
-`c4_plan_gather` is three small launches, once for each chunk: `_starts_kernel`, one program, sums local lengths and
-writes where slices begin; `_slots_kernel` finds the request of each record of the own slice, and its cache slot;
-`_rows_kernel` finds the request of each query row, and what it may see. Their grids come from reserved sizes.
+`c4_plan_gather` is three small launches, once for each chunk: `_gather_starts_kernel`, one program, sums local lengths and
+writes where slices begin; `_gather_slots_kernel` finds the request of each record of the own slice, and its cache slot;
+`_gather_rows_kernel` finds the request of each query row, and what it may see. Their grids come from reserved sizes.
 `c4_remap` is one program for each row. `c4_prefill_gather` is the exchange's push and wait, which pack as they send.
 """
 
@@ -45,7 +45,7 @@ def c4_plan_gather(
     views = (begins["starts"], begins["lengths"])
     geometry = {"WORLD": world, "INTERLEAVE": interleave}
     with on_device(plan):
-        _starts_kernel[(1,)](
+        _gather_starts_kernel[(1,)](
             lengths,
             plan,
             given,
@@ -58,7 +58,7 @@ def c4_plan_gather(
             BLOCK=REQUEST_BLOCK,
             **OPTIONS,
         )
-        _slots_kernel[(triton.cdiv(capacity, PLAN_BLOCK),)](
+        _gather_slots_kernel[(triton.cdiv(capacity, PLAN_BLOCK),)](
             block_table,
             plan,
             given,
@@ -75,7 +75,7 @@ def c4_plan_gather(
             BLOCK=PLAN_BLOCK,
             **OPTIONS,
         )
-        _rows_kernel[(triton.cdiv(rows, PLAN_BLOCK),)](
+        _gather_rows_kernel[(triton.cdiv(rows, PLAN_BLOCK),)](
             row_starts,
             plan,
             given,
@@ -149,7 +149,7 @@ REMAP_SIZES = [
 
 
 @triton.jit(do_not_specialize=STARTS_SIZES, do_not_specialize_on_alignment=["lengths_ptr"])
-def _starts_kernel(
+def _gather_starts_kernel(
     lengths_ptr,
     plan_ptr,
     num_requests: tl.int32,
@@ -184,7 +184,7 @@ def _starts_kernel(
 
 
 @triton.jit(do_not_specialize=SLOTS_SIZES, do_not_specialize_on_alignment=["block_table_ptr"])
-def _slots_kernel(
+def _gather_slots_kernel(
     block_table_ptr,
     plan_ptr,
     num_requests: tl.int32,
@@ -217,7 +217,7 @@ def _slots_kernel(
 
 
 @triton.jit(do_not_specialize=ROWS_SIZES, do_not_specialize_on_alignment=["row_starts_ptr"])
-def _rows_kernel(
+def _gather_rows_kernel(
     row_starts_ptr,
     plan_ptr,
     num_requests: tl.int32,
@@ -319,9 +319,15 @@ def aot_configurations(capability: int) -> AotConfigurations:
         starts = {"OFFSETS": triton.next_power_of_2(world + 1), "BLOCK": REQUEST_BLOCK}
         slots = {"PAGE_SIZE": page_size, "BLOCK": PLAN_BLOCK}
         for kernel, pointers, sizes, wide, constants in (
-            (_starts_kernel, ["lengths_ptr"], STARTS_SIZES, ["capacity", "unit"], geometry | starts),
-            (_slots_kernel, ["block_table_ptr"], SLOTS_SIZES, ["block_table_stride", "num_pages"], geometry | slots),
-            (_rows_kernel, ["row_starts_ptr"], ROWS_SIZES, [], {"BLOCK": PLAN_BLOCK}),
+            (_gather_starts_kernel, ["lengths_ptr"], STARTS_SIZES, ["capacity", "unit"], geometry | starts),
+            (
+                _gather_slots_kernel,
+                ["block_table_ptr"],
+                SLOTS_SIZES,
+                ["block_table_stride", "num_pages"],
+                geometry | slots,
+            ),
+            (_gather_rows_kernel, ["row_starts_ptr"], ROWS_SIZES, [], {"BLOCK": PLAN_BLOCK}),
             (
                 _remap_kernel,
                 ["topk_ptr", "slots_ptr", "counts_ptr"],

@@ -1,7 +1,7 @@
 """CUDA implementations of `c4_write_index_keys` and `c4_merge_pools` in Triton.
 
-`_write_kernel`, a program for each request and 16 of its pools; the first one alone reads the ring and then writes it.
-`_merge_kernel`, a program for each row: a candidate's place among all lists is its place in its own list and, found by
+`_write_index_keys_kernel`, a program for each request and 16 of its pools; the first one alone reads the ring and then writes it.
+`_merge_pools_kernel`, a program for each row: a candidate's place among all lists is its place in its own list and, found by
 bisection, the number of larger ones in each other list.
 """
 
@@ -69,7 +69,7 @@ def c4_write_index_keys(
     # A request's pools: those that its tokens can complete, and the one that begins before them.
     programs = triton.cdiv(len(keys) // layout.POOL_TOKENS + 1, POOLS_PER_PROGRAM)
     with on_device(keys):
-        _write_kernel[(programs, requests)](
+        _write_index_keys_kernel[(programs, requests)](
             keys,
             gates,
             bias,
@@ -101,7 +101,7 @@ def c4_merge_pools(candidates: torch.Tensor, positions: torch.Tensor, topk: torc
     if not rows:
         return
     with on_device(candidates):
-        _merge_kernel[(rows,)](
+        _merge_pools_kernel[(rows,)](
             candidates,
             positions,
             topk,
@@ -131,7 +131,7 @@ UNALIGNED = ["block_table_ptr", "row_starts_ptr", "starts_ptr", "ring_rows_ptr"]
 
 
 @triton.jit(do_not_specialize=WRITE_SIZES, do_not_specialize_on_alignment=UNALIGNED)
-def _write_kernel(
+def _write_index_keys_kernel(
     keys_ptr,
     gates_ptr,
     bias_ptr,
@@ -267,7 +267,7 @@ def _power_of_two_scale(largest):
 
 
 @triton.jit(do_not_specialize=MERGE_SIZES, do_not_specialize_on_alignment=["positions_ptr", "topk_ptr", "counts_ptr"])
-def _merge_kernel(
+def _merge_pools_kernel(
     candidates_ptr,
     positions_ptr,
     topk_ptr,
@@ -338,9 +338,11 @@ def aot_configurations(capability: int) -> AotConfigurations:
             signature |= {"keys_ptr": states, "gates_ptr": states, "ring_ptr": states}
             signature |= {"bias_ptr": "*fp32:16", "pools_ptr": pools}
             constants = {"WORLD": world, "INTERLEAVE": interleave, "PAGE_SIZE": page_size, "POOLS": POOLS_PER_PROGRAM}
-            yield AotConfiguration(f"write-{name}-w{world}", _write_kernel, signature, constants, WRITE_OPTIONS)
+            yield AotConfiguration(
+                f"write-{name}-w{world}", _write_index_keys_kernel, signature, constants, WRITE_OPTIONS
+            )
     for num_pools in (16, 512):
         signature = {"candidates_ptr": "*i64:16", "positions_ptr": "*i32", "topk_ptr": "*i32", "counts_ptr": "*i32"}
         signature |= dict.fromkeys(MERGE_SIZES, "i32")
         constants = {"PADDED": triton.next_power_of_2(num_pools), "BLOCK": MERGE_BLOCK}
-        yield AotConfiguration(f"merge-{num_pools}", _merge_kernel, signature, constants, MERGE_OPTIONS)
+        yield AotConfiguration(f"merge-{num_pools}", _merge_pools_kernel, signature, constants, MERGE_OPTIONS)

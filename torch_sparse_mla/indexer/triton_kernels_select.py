@@ -1,6 +1,6 @@
 """CUDA implementation of `c4_select` in Triton.
 
-`_select_kernel`, a program for each few rows and each list: scores one tile of pools after another and keeps, for each
+`_select_pools_kernel`, a program for each few rows and each list: scores one tile of pools after another and keeps, for each
 row, the candidates above the row's threshold. They are appended to a buffer of `kept_candidates` in the workspace; when
 it could overflow, it is sorted, the best are kept, and the least of them is the new threshold. So a row's scores are
 computed once and never stored but for these. A candidate's place in the buffer depends on the order of tiles, the
@@ -67,7 +67,7 @@ def c4_select(
     requests, blocks = block_table.shape
     form = select_form(q.dtype, rows, heads, num_pools, capability_of(q.device))
     with on_device(q):
-        _select_kernel[(triton.cdiv(rows, form["ROWS"]), lists)](
+        _select_pools_kernel[(triton.cdiv(rows, form["ROWS"]), lists)](
             q,
             weights,
             pools,
@@ -92,7 +92,7 @@ def c4_select(
 
 
 def select_form(dtype: torch.dtype, rows: int, heads: int, num_pools: int, capability: int) -> dict[str, int]:
-    """Constants and options of `_select_kernel`: of static sizes alone."""
+    """Constants and options of `_select_pools_kernel`: of static sizes alone."""
     kept, native = kept_candidates(num_pools), capability >= 89
     # Keys pass through registers where they are decoded, multiplied in parts, or the tensor cores take them from there.
     is_decoded = dtype == torch.uint8 and not native
@@ -120,7 +120,7 @@ UNALIGNED = ["block_table_ptr", "row_requests_ptr", "positions_ptr"]
 
 
 @triton.jit(do_not_specialize=SELECT_SIZES, do_not_specialize_on_alignment=UNALIGNED)
-def _select_kernel(
+def _select_pools_kernel(
     q_ptr,
     weights_ptr,
     pools_ptr,
@@ -331,4 +331,4 @@ def aot_configurations(capability: int) -> AotConfigurations:
             signature |= {"candidates_ptr": "*i64:16", "workspace_ptr": "*u8:16"}
             constants = form | {"WORLD": world, "INTERLEAVE": 4 * world, "PAGE_SIZE": 768}
             title = f"select-{name}-{rows}x{heads}x{num_pools}"
-            yield AotConfiguration(title, _select_kernel, signature, constants, options)
+            yield AotConfiguration(title, _select_pools_kernel, signature, constants, options)
