@@ -1,8 +1,8 @@
 """CUDA implementations of `c4_write_index_keys` and `c4_merge_pools` in Triton.
 
-`_write_index_keys_kernel`, a program for each request and 16 of its pools; the first one alone reads the ring and then writes it.
-`_merge_pools_kernel`, a program for each row: a candidate's place among all lists is its place in its own list and, found by
-bisection, the number of larger ones in each other list.
+`_write_index_keys_kernel`, a program for each request and 16 of its pools; the first one alone reads the ring and then
+writes it. `_merge_pools_kernel`, a program for each row: a candidate's place among all lists is its place in its own
+list and, found by bisection, the number of larger ones in each other list.
 """
 
 import torch
