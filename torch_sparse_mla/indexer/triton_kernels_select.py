@@ -97,7 +97,8 @@ def select_form(dtype: torch.dtype, rows: int, heads: int, num_pools: int, capab
     # Keys pass through registers where they are decoded, multiplied in parts, or the tensor cores take them from there.
     is_decoded = dtype == torch.uint8 and not native
     share = rows >= MANY_ROWS and dtype != torch.float32 and not is_decoded
-    together = min(MAX_HEADS_TOGETHER // heads, MAX_SORTED // kept) if share else 1
+    most = MAX_HEADS_TOGETHER if dtype == torch.uint8 else MAX_HEADS_TOGETHER // 2
+    together = min(most // heads, MAX_SORTED // kept) if share else 1
     few = together == 1 and dtype != torch.float32 and capability >= 89
     warps = 16 if is_decoded else 4 if few else 8
     # Told a limit, ptxas does not spill below it.
