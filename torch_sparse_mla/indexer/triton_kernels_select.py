@@ -1,10 +1,10 @@
 """CUDA implementation of `c4_select` in Triton.
 
 `_select_pools_kernel`, a program for each few rows and each list: scores one tile of pools after another and keeps, for
-each row, the candidates above the row's threshold. They are appended to a buffer of `kept_candidates` in the workspace; when
-it could overflow, it is sorted, the best are kept, and the least of them is the new threshold. So a row's scores are
-computed once and never stored but for these. A candidate's place in the buffer depends on the order of tiles, the
-result does not: candidates are distinct numbers.
+each row, the candidates above the row's threshold. They are appended to a buffer of `kept_candidates` in the
+workspace; when it could overflow, it is sorted, the best are kept, and the least of them is the new threshold. So a
+row's scores are computed once and never stored but for these. A candidate's place in the buffer depends on the order
+of tiles, the result does not: candidates are distinct numbers.
 """
 
 import torch
