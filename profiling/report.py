@@ -152,7 +152,7 @@ def _heading(document: dict) -> str:
     if document["bench"] == results.DEMO:
         return f"**{document['device']}**"
     return (
-        f"**{document['device_name']}**, {document['date']}, commit {document['commit']}, torch {document['torch']}, "
+        f"**{document['device_name']}**, {document['date']}, commit {document['commit'][:7]}, torch {document['torch']}, "
         f"triton {document['triton']}.\nCopy bandwidth in the same process: "
         f"{document['copy_tb_per_s'] * 1e3:,.0f} GB/s (bytes read plus written)."
     )
@@ -184,15 +184,14 @@ def _not_measured(document: dict) -> list[str]:
 
 def _decode_grid(cases: list[dict], unit: str) -> list[str]:
     heads = sorted({case["heads"] for case in cases})
-    fewest = [case for case in cases if case["heads"] == heads[0]]
     shown = [impl for impl in _impls(cases) if impl != "gather"]
     lines = []
     for (rows,), of_rows in sorted(group_by(cases, "rows").items()):
-        floor = min(case["floor_us"] for case in fewest if case["rows"] == rows)
+        floor = min(case["floor_us"] for case in of_rows)
         by_heads = group_by(of_rows, "heads")
         cells = [_cell(by_heads.get((count,), []), shown, unit) for count in heads]
         lines.append([str(rows), _time(floor, unit), _cell(of_rows, ["gather"], unit), *cells])
-    header = ["rows", f"byte floor, {heads[0]} heads", LABELS["gather"], *(f"{count} heads" for count in heads)]
+    header = ["rows", "byte floor, fewest heads", LABELS["gather"], *(f"{count} heads" for count in heads)]
     parts = [f"{_decode_title(cases[0])}: {unit}, {_legend(shown)} in each cell.", _table(header, lines)]
     invariant = [case for case in cases if case["impl"].endswith(INVARIANT_SUFFIX)]
     if invariant:

@@ -75,7 +75,7 @@ Copy bandwidth in the same process: 4,000 GB/s (bytes read plus written).
 
 `fp8_ds_mla`, top-k 2048: us, ours / FlashMLA in each cell.
 
-| rows | byte floor, 16 heads | gather only | 16 heads | 64 heads | 128 heads |
+| rows | byte floor, fewest heads | gather only | 16 heads | 64 heads | 128 heads |
 | ---: | ---: | ---: | ---: | ---: | ---: |
 | 1 | 0.35 | 3.5 | 9.0 / - | 9.0 / 19.0 | 9.0 / 19.0 |
 | 8 | 2.8 | 7.0 | 16.0 / - | 16.0 / 26.0 | 16.0 / 26.0 |

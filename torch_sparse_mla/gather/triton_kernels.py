@@ -3,7 +3,8 @@
 `c4_plan_gather` is three small launches, once for each chunk: `_gather_starts_kernel`, one program, sums local lengths
 and writes where slices begin; `_gather_slots_kernel` finds the request of each record of the own slice, and its cache
 slot; `_gather_rows_kernel` finds the request of each query row, and what it may see. Their grids come from reserved
-sizes. `c4_remap` is one program for each row. `c4_prefill_gather` is the exchange's push and wait, which pack as they send.
+sizes. `c4_remap` is one program for each row. `c4_prefill_gather` is the exchange's push and wait, which pack as they
+send.
 """
 
 import torch
