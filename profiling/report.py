@@ -152,8 +152,8 @@ def _heading(document: dict) -> str:
     if document["bench"] == results.DEMO:
         return f"**{document['device']}**"
     return (
-        f"**{document['device_name']}**, {document['date']}, commit {document['commit'][:7]}, torch {document['torch']}, "
-        f"triton {document['triton']}.\nCopy bandwidth in the same process: "
+        f"**{document['device_name']}**, {document['date']}, commit {document['commit'][:7]}, "
+        f"torch {document['torch']}, triton {document['triton']}.\nCopy bandwidth in the same process: "
         f"{document['copy_tb_per_s'] * 1e3:,.0f} GB/s (bytes read plus written)."
     )
 
