@@ -62,7 +62,8 @@ def test_doctor_works_without_rich(monkeypatch, capsys):
 
 
 @pytest.mark.parametrize(
-    ("arguments", "named"), [(["docter"], "doctor"), ([], "{doctor,demo}"), (["doctor", "--jsno", "x"], "--jsno")]
+    ("arguments", "named"),
+    [(["docter"], "doctor"), ([], "{doctor,demo,profile,bench}"), (["doctor", "--jsno", "x"], "--jsno")],
 )
 def test_main_refuses_what_it_does_not_know(arguments, named, capsys):
     with pytest.raises(SystemExit) as refused:

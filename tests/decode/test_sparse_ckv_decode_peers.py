@@ -36,7 +36,8 @@ def check(implementation: str, case: DecodeCase, owners: int) -> None:
     """Accurate, and bit for bit what one cache gives by the same kind of kernel."""
     out, lse = decode_peers(implementation, split_cache(case, owners))
     assert_accurate(case, out, lse, tolerance_of(implementation, case.q.dtype, case.out.dtype))
-    one = "op-cuda" if implementation == "op-cuda" else "reference"
+    # The operator itself: on Hopper GPUs and on CPUs it may run native kernels for one cache, which round otherwise.
+    one = "triton-cuda" if device_of(implementation) == "cuda" else "reference"
     assert_same_bits((out, lse), decode(one, case))
 
 

@@ -285,4 +285,4 @@ def test_scatter_with_bad_owner_offsets_gives_what_the_cpu_gives(world, monkeypa
 
 
 def interpreted(channel):
-    channel.transport = DirectTransport(channel, loopback_memory(channel))
+    channel.transport = DirectTransport(channel, loopback_memory(channel, memory_bytes(channel)))

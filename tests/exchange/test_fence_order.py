@@ -35,6 +35,8 @@ def positions(lines: list[str], pattern: str) -> list[int]:
 PUSH_FORMS, WAIT_FORMS, PACK_FORMS, UNPACK_FORMS = (
     [name for name in CONFIGURATIONS if name.startswith(kernel)] for kernel in ("push", "wait", "pack", "unpack")
 )
+# Records of four bytes are loaded like flags and counters, from which no pattern can tell them; the loop is the same.
+WAIT_FORMS.remove("wait-4")
 
 
 def test_there_are_forms_of_vectors_and_bytes_and_of_several_launches():

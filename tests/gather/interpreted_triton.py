@@ -7,7 +7,7 @@ import pytest
 import torch
 from hypothesis import strategies
 
-from torch_sparse_mla.exchange.transports.direct import DirectTransport, loopback_memory
+from torch_sparse_mla.exchange.transports.direct import DirectTransport, loopback_memory, memory_bytes
 from torch_sparse_mla.gather import triton_kernels
 
 from ..decode.rejections import expect_rejection
@@ -126,7 +126,7 @@ def test_gather_through_the_push_and_wait_kernels(name, record_bytes, gap):
     chunk = CHUNKS[name]
     channels = open_channels(chunk, record_bytes)
     for channel in channels:
-        channel.transport = DirectTransport(channel, loopback_memory(channel))
+        channel.transport = DirectTransport(channel, loopback_memory(channel, memory_bytes(channel)))
     for seed in (1, 2):
         layers, expected = make_layers(chunk, channels, record_bytes, seed, gap)
         gather(layers)

@@ -79,7 +79,8 @@ def sparse_ckv_decode_peers(
             write a record that the call reads; what a peer wrote must be visible to this device before the call begins.
         indices: [rows, K] int32: `owner * pages * page_size + slot` names a slot of `caches[owner]`; -1 is absent.
         softmax_scale, layout, lengths, sink, out, lse, workspace, batch_invariant: as for `sparse_ckv_decode`.
-    Returns: (out, lse), the bits that `sparse_ckv_decode` gives for `torch.cat(caches)`.
+    Returns: (out, lse), what `sparse_ckv_decode` gives for `torch.cat(caches)`: to the bit where the same kernel takes
+        that call, to rounding where a native one does (`explain`).
     Raises: ValueError for an argument that does not fit, as `sparse_ckv_decode`.
     Capture: as `sparse_ckv_decode`, after an eager call; a graph keeps the caches' addresses.
     """

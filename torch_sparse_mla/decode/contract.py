@@ -1,5 +1,7 @@
 """What `sparse_ckv_decode` and `merge_partial_attention` accept, how much workspace they need, how rows are split."""
 
+import math
+
 import torch
 
 from ..contract import (
@@ -185,10 +187,11 @@ def check_merge_partial_attention(
 
 def _check_parts(op: str, argument: str, partial: torch.Tensor) -> None:
     """Each part contiguous. Parts may lie apart, by a distance that keeps them aligned."""
-    size, stride = partial[0].numel(), partial.stride(0)
+    # By sizes and strides alone: a fake CUDA tensor cannot be indexed on a machine without CUDA.
+    size, stride = math.prod(partial.shape[1:]), partial.stride(0)
     aligned = argument == "partial_lse" or stride * partial.element_size() % ALIGNMENT_BYTES == 0
     apart = len(partial) == 1 or (stride >= size and aligned)
-    if not partial[0].is_contiguous() or not apart:
+    if not apart or not _is_packed(partial.shape[1:], partial.stride()[1:]):
         reject(
             op,
             argument,
@@ -196,6 +199,16 @@ def _check_parts(op: str, argument: str, partial: torch.Tensor) -> None:
             f"contiguous parts, {size} elements or more apart"
             + (f" and a multiple of {ALIGNMENT_BYTES} bytes" if argument == "partial_out" else ""),
         )
+
+
+def _is_packed(shape: tuple[int, ...], strides: tuple[int, ...]) -> bool:
+    """Whether numbers of this shape lie one after another."""
+    expected = 1
+    for size, stride in zip(reversed(shape), reversed(strides), strict=True):
+        if size > 1 and stride != expected:
+            return math.prod(shape) == 0
+        expected *= size
+    return True
 
 
 def compute_dtype(dtype: torch.dtype) -> torch.dtype:
