@@ -134,26 +134,26 @@ class TestOnTheGpu:
     def test_prepared_launches_give_the_same_bits(self, changes, layout):
         cases = [make_case(**{"rows": 3, "heads": 5, "topk": 300, "layout": layout, **changes}, seed=n) for n in (1, 2)]
         decode_kernels._checked_decode._calls.clear()
-        first = [decode("op-cuda", case) for case in cases[:1]] + [fresh(cases[1])]
-        again = [decode("op-cuda", case) for case in cases]
+        first = [decode("triton-cuda", case) for case in cases[:1]] + [fresh(cases[1])]
+        again = [decode("triton-cuda", case) for case in cases]
         for a, b in zip(first, again, strict=True):
             assert_same_bits(a, b)
 
     def test_a_misaligned_list_is_another_call(self):
         case = make_case(rows=2, heads=4, topk=64).to("cuda")
-        call("op-cuda", "sparse_ckv_decode", case.args())
+        call("triton-cuda", "sparse_ckv_decode", case.args())
         expected = case.out.clone()
         moved = torch.empty(2, 65, dtype=torch.int32, device="cuda")[:, 1:]
         moved.copy_(case.indices)
         case.out.fill_(torch.nan)
         arguments = list(case.args())
         arguments[2] = moved
-        call("op-cuda", "sparse_ckv_decode", tuple(arguments))
+        call("triton-cuda", "sparse_ckv_decode", tuple(arguments))
         assert torch.equal(case.out, expected)
 
     def test_launches_on_the_stream_that_is_current(self):
         case = make_case(rows=2, heads=4, topk=64).to("cuda")
-        call("op-cuda", "sparse_ckv_decode", case.args())
+        call("triton-cuda", "sparse_ckv_decode", case.args())
         expected = case.out.clone()
         stream = torch.cuda.Stream()
         case.out.fill_(torch.nan)
@@ -162,7 +162,7 @@ class TestOnTheGpu:
         with torch.cuda.stream(stream):
             torch.cuda._sleep(50_000_000)
             gate.record()
-            call("op-cuda", "sparse_ckv_decode", case.args())
+            call("triton-cuda", "sparse_ckv_decode", case.args())
         # The other stream still sleeps, so nothing can have been written.
         assert not gate.query() and bool(torch.isnan(case.out).all())
         stream.synchronize()
@@ -171,4 +171,4 @@ class TestOnTheGpu:
 
 def fresh(case):
     decode_kernels._checked_decode._calls.clear()
-    return decode("op-cuda", case)
+    return decode("triton-cuda", case)
