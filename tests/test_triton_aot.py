@@ -4,7 +4,7 @@ Needs no GPU: Triton cross-compiles and its own ptxas reports. A kernel that ask
 compiles without complaint, so a user's GPU would be the first to find out.
 
 On two cores all of it takes longer than the rest of the tests. So sm_90 gets every configuration, and each other target
-a share of its own, which together are every configuration; `TORCH_SPARSE_MLA_TEST_AOT=all` compiles everything for each.
+a share, which together are every configuration; `TORCH_SPARSE_MLA_TEST_AOT=all` compiles everything for each.
 """
 
 import multiprocessing

@@ -110,9 +110,10 @@ def _run_here(
 ) -> int:
     """Run what is planned and print it. Args: group: the processes that do it together, in words; None: this one."""
     shardings, impossible = _shardings(options, device)
+    kernel = explain("sparse_ckv_decode", device)
     print(
         f"Random weights of seed {options.seed}, {options.dtype}, on {_device_name(device)}; sparse_ckv_decode runs as "
-        f"{explain('sparse_ckv_decode', device)['kernel']}; PyTorch {torch.__version__}"
+        f"{kernel['kernel']} ({kernel['why']}); PyTorch {torch.__version__}"
     )
     if modes:
         print(
