@@ -22,9 +22,10 @@ cxx_sources := $(shell find csrc -type f \( -name '*.h' -o -name '*.cuh' -o -nam
 demo: .venv/.package  ## three tiny models: Transformers alone and through the operators, side by side
 	OMP_WAIT_POLICY=$${OMP_WAIT_POLICY:-passive} $(python) -m torch_sparse_mla demo $(DEMO_ARGS)
 
-# One thread for each test process: two that share two cores with two threads each wait for one another.
+# One thread for each test process: two that share two cores with two threads each wait for one another. Work is stolen,
+# because the tests that take longest stand together.
 test: .venv/.package  ## every test; those that need a GPU skip themselves where there is none
-	OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(python) -m pytest -n $(JOBS) $(TESTS) $(PYTEST_ARGS)
+	OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(python) -m pytest -n $(JOBS) --dist worksteal $(TESTS) $(PYTEST_ARGS)
 
 doctor: .venv/.package  ## what this machine has, which kernel each operator runs, what is missing
 	$(python) -m torch_sparse_mla doctor
