@@ -1,6 +1,7 @@
 """Every CUDA source compiles for sm_90a without a spilled register, within the registers that its launches assume.
 
-Needs nvcc, but no GPU. ptxas reports resources and goes on; a user's GPU would be the first to find out.
+Needs no GPU. ptxas reports resources and goes on; a user's GPU would be the first to find out. Without nvcc the package
+is built without these kernels, and that is what is looked at.
 """
 
 import os
@@ -10,6 +11,8 @@ import subprocess
 from pathlib import Path
 
 import pytest
+
+from torch_sparse_mla._ops import registration
 
 ROOT = Path(__file__).parents[1]
 SOURCES = sorted((ROOT / "csrc").rglob("*.cu"))
@@ -28,9 +31,11 @@ def nvcc_flags() -> list[str]:
     return found["NVCC_FLAGS"]
 
 
-@pytest.mark.skipif(NVCC is None, reason="needs nvcc")
 @pytest.mark.parametrize("source", SOURCES, ids=lambda path: path.stem)
 def test_no_spills_and_no_more_registers_than_a_block_has(source, tmp_path):
+    if NVCC is None:
+        assert not registration.native_cuda_ops, "the library has CUDA kernels, but no nvcc is here to examine them"
+        return
     command = [NVCC, *nvcc_flags(), "-Xptxas=-v", "-c", str(source), "-o", str(tmp_path / "object.o")]
     report = subprocess.run(command, capture_output=True, text=True, timeout=280)
     assert report.returncode == 0, report.stderr

@@ -6,6 +6,7 @@ a digest of its owner offsets.
 Loopback ranks share a device, and run the same kernels on the same layout.
 """
 
+import abc
 import dataclasses
 import importlib
 import threading
@@ -98,7 +99,7 @@ def connect(channel: Any) -> "DirectTransport":
     return transport
 
 
-class PeerTransport:
+class PeerTransport(abc.ABC):
     """What transports whose ranks write one another's memory have in common; they say how to send and to receive.
 
     Args:
@@ -126,11 +127,13 @@ class PeerTransport:
         self._refuse_own_stream(call, 0)
         self._receive(call)
 
+    @abc.abstractmethod
     def _send(self, call: ExchangeCall) -> None:
-        raise NotImplementedError
+        """Bring what this rank owns into its own workspaces and on its way to every peer, in stream order."""
 
+    @abc.abstractmethod
     def _receive(self, call: ExchangeCall) -> None:
-        raise NotImplementedError
+        """Wait for every peer's records, in stream order, and bring them into the own workspaces."""
 
     def refuse_if_alone(self, call: ExchangeCall) -> None:
         self._refuse_own_stream(call, 1)

@@ -10,6 +10,7 @@
 A message is as long as the layers of the call make it, however many records there are.
 """
 
+import abc
 import contextlib
 import dataclasses
 from collections.abc import Iterator
@@ -127,15 +128,17 @@ class PackedTransport(PeerTransport):
         self._unpack(call)
         self.open.discard(capture)
 
+    @abc.abstractmethod
     def _pack_and_move(self, call: ExchangeCall) -> None:
-        raise NotImplementedError
+        """Pack the message and send it to every peer, in stream order."""
 
+    @abc.abstractmethod
     def _await_messages(self, call: ExchangeCall) -> None:
-        raise NotImplementedError
+        """Make the stream wait until every peer's message is there, or forced."""
 
+    @abc.abstractmethod
     def _message_distance(self, call: ExchangeCall) -> int:
         """Bytes from one rank's message to the next, as they come in."""
-        raise NotImplementedError
 
     def _out_of_order(self, call: ExchangeCall, what: str) -> ExchangeError:
         where = f"channel '{self.channel.name}': rank {self.channel.rank}"
