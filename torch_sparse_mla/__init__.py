@@ -14,6 +14,7 @@ from .exchange.channel import Channel, ExchangeError
 from .exchange.group import LoopbackGroup
 from .gather import GatherPlan, PageGeometry, causal_lengths, gather_capacity
 from .gather.api import (
+    c4_place_records,
     c4_plan_gather,
     c4_prefill_gather,
     c4_prefill_gather_start,
@@ -21,7 +22,8 @@ from .gather.api import (
     c4_remap,
 )
 from .gather.policy import GatherChoice, GatherCosts, GatherPolicy
-from .gather.workspace import GatherSlot, LaneBytes, Workspace, lane_bytes
+from .gather.residency import Residency, ResidentChunk
+from .gather.workspace import GatherSlot, LaneBytes, ResidentLane, Workspace, lane_bytes, resident_bytes
 from .graphs import CompiledStep, CUDAGraphMode, GraphPool, GraphSupport, compile, graph_support
 from .indexer import exact_index_queries, quantise_index_queries
 from .indexer.api import c4_merge_pools, c4_select, c4_write_index_keys, warmup_c4_indexer
@@ -54,9 +56,13 @@ __all__ = [
     "PageGeometry",
     "PeerCaches",
     "RecordLayout",
+    "Residency",
+    "ResidentChunk",
+    "ResidentLane",
     "SelectionPlan",
     "Workspace",
     "c4_merge_pools",
+    "c4_place_records",
     "c4_plan_gather",
     "c4_prefill_gather",
     "c4_prefill_gather_start",
@@ -83,6 +89,7 @@ __all__ = [
     "quantise_index_queries",
     "quantise_records",
     "read_ckv_records",
+    "resident_bytes",
     "run_loopback",
     "selected_slots",
     "selection_plan_words",

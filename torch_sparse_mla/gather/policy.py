@@ -1,7 +1,8 @@
 """Whether a batch's prefill gathers records or takes the ordinary DCP path: host integers only, the same on every rank.
 
 The gather moves the context, ordinary DCP moves query heads and partial results of every row. So a long context under
-few rows is dear to gather, whatever fits into the workspace; the published form has no such gate.
+few rows is dear to gather, whatever fits into the workspace; the published form has no such gate. The incremental
+form moves a context once, whatever the number of chunks; it takes a resident buffer in every layer.
 """
 
 import collections
@@ -16,6 +17,7 @@ from .geometry import PageGeometry
 from .plan import GatherPlan
 
 GATHER, ORDINARY = "gather", "ordinary"
+FULL, INCREMENTAL, AUTO = "full", "incremental", "auto"
 REASONS = {
     "eligible": "the gather is possible and costs less",
     "provisional_geometry": "the page size is not frozen; call PageGeometry.freeze before serving",
@@ -26,6 +28,17 @@ REASONS = {
     "rows": "more query rows than reserved; raise max_rows",
     "capacity": "the padded slice exceeds the workspace; raise max_tokens",
     "cost": "ordinary DCP costs less: too much context for so few rows",
+}
+FORM_REASONS = {
+    "off": "records='full'",
+    "resident": "every request of the batch is resident",
+    "not_resident": "a request was not admitted, or outgrew its place: all visible records travel",
+}
+ADMISSION_REASONS = {
+    "off": "records='full'",
+    "asked": "records='incremental'",
+    "pays": "the chunks of the prompt cost less together",
+    "does_not_pay": "the chunks of the prompt cost no less together: too few of them",
 }
 _BFLOAT16_BYTES = 2
 _LSE_BYTES = 4
@@ -61,6 +74,8 @@ class GatherChoice(NamedTuple):
         padded: records of a rank's slice; 0 where it was not computed.
         gather_bytes, ordinary_bytes: bytes that a rank receives in each layer.
         gather_us, ordinary_us: predicted times of a layer's communication.
+        records: the form of the gather, "full" or "incremental": what `padded`, `gather_bytes` and `gather_us` are of.
+        records_reason: a key of `FORM_REASONS`; None where the gather was not considered.
     """
 
     path: str
@@ -70,6 +85,8 @@ class GatherChoice(NamedTuple):
     ordinary_bytes: int = 0
     gather_us: float = 0.0
     ordinary_us: float = 0.0
+    records: str = FULL
+    records_reason: str | None = None
 
     @property
     def gathers(self) -> bool:
@@ -85,6 +102,8 @@ class GatherPolicy:
         layout: a key of `torch_sparse_mla.LAYOUTS`.
         heads: query heads of all ranks together.
         costs: measured figures; None: the number of bytes decides.
+        records: "full"; "incremental" where every request of a batch is resident; or "auto", the same, but `admits`
+            takes only requests whose prompt costs less that way. Nothing else.
     """
 
     def __init__(
@@ -95,15 +114,20 @@ class GatherPolicy:
         layout: str,
         heads: int,
         costs: GatherCosts | None = None,
+        records: str = FULL,
     ) -> None:
         self.layout = check_layout("GatherPolicy", layout)
         if not isinstance(heads, int) or heads < 1 or (sizes is not None and heads % sizes.world):
             reject("GatherPolicy", "heads", repr(heads), "the heads of all ranks: a positive multiple of the world")
         if sizes is None and geometry.frozen:
             reject("GatherPolicy", "sizes", None, "Workspace.sizes, since the geometry is frozen")
-        self.geometry, self.sizes, self.heads = geometry, sizes, heads
+        if records not in (FULL, INCREMENTAL, AUTO):
+            reject("GatherPolicy", "records", repr(records), f"{FULL}, {INCREMENTAL} or {AUTO}")
+        self.geometry, self.sizes, self.heads, self.records = geometry, sizes, heads, records
         self.costs = costs or GatherCosts()
         self.counts: collections.Counter[str] = collections.Counter()
+        self.form_counts: collections.Counter[str] = collections.Counter()
+        self.admission_counts: collections.Counter[str] = collections.Counter()
         self.last: GatherChoice | None = None
 
     def choose(
@@ -113,6 +137,7 @@ class GatherPolicy:
         *,
         num_decode_tokens: int,
         capturing: bool = False,
+        resident_lengths: Sequence[int] | None = None,
     ) -> GatherChoice:
         """The path of one batch.
 
@@ -121,12 +146,36 @@ class GatherPolicy:
             new_lengths: query rows of each request.
             num_decode_tokens: of the whole batch, MTP verification included; the gather is for pure prefill.
             capturing: whether a CUDA graph is being captured.
-        Raises: ValueError for lengths that cannot be. The choice is counted under its reason.
+            resident_lengths: `Residency.resident_lengths` of the batch; None: not all of it is resident.
+        Raises: ValueError for lengths that cannot be, or resident ones with records="full". The choice is counted under
+            its reason, and so is the form.
         """
         _check_lengths(lengths, new_lengths)
-        self.last = self._choose(lengths, sum(new_lengths), num_decode_tokens, capturing)
+        self._check_resident(lengths, new_lengths, resident_lengths)
+        self.last = self._choose(lengths, sum(new_lengths), num_decode_tokens, capturing, resident_lengths)
         self.counts[self.last.reason] += 1
+        if self.last.records_reason:
+            self.form_counts[self.last.records_reason] += 1
         return self.last
+
+    def admits(self, max_length: int, chunk_rows: int, cached: int = 0) -> bool:
+        """Whether a request is worth a place in the resident buffers, before its first chunk.
+
+        Args:
+            max_length: tokens of the prompt.
+            chunk_rows: rows of a chunk of it.
+            cached: tokens that a prefix hit brings: the first chunk sends them too.
+        Raises: ValueError for lengths that cannot be. The answer is counted under its reason.
+        """
+        for name, value, least in (("max_length", max_length, 1), ("chunk_rows", chunk_rows, 1), ("cached", cached, 0)):
+            if not isinstance(value, int) or value < least or (name == "cached" and value > max_length):
+                reject("GatherPolicy", name, repr(value), f"an integer, {least} or more; cached up to max_length")
+        if self.records == AUTO:
+            reason = "pays" if self._pays(max_length, chunk_rows, cached) else "does_not_pay"
+        else:
+            reason = "off" if self.records == FULL else "asked"
+        self.admission_counts[reason] += 1
+        return reason in ("asked", "pays")
 
     def explain(self) -> dict[str, object]:
         """The last choice with its reason, how often each reason came up, and the costs behind it."""
@@ -136,11 +185,24 @@ class GatherPolicy:
             "why": REASONS[last.reason] if last else "no batch yet",
             "last": last._asdict() if last else None,
             "counts": {reason: self.counts[reason] for reason in REASONS},
+            "records": {
+                "flag": self.records,
+                "why": FORM_REASONS[last.records_reason] if last and last.records_reason else "no gather considered",
+                "counts": {reason: self.form_counts[reason] for reason in FORM_REASONS},
+                "admissions": {reason: self.admission_counts[reason] for reason in ADMISSION_REASONS},
+            },
             "costs": {field.name: getattr(self.costs, field.name) for field in fields(self.costs)},
             "geometry": repr(self.geometry),
         }
 
-    def _choose(self, lengths: Sequence[int], rows: int, num_decode_tokens: int, capturing: bool) -> GatherChoice:
+    def _choose(
+        self,
+        lengths: Sequence[int],
+        rows: int,
+        num_decode_tokens: int,
+        capturing: bool,
+        resident_lengths: Sequence[int] | None,
+    ) -> GatherChoice:
         sizes = self.sizes
         checks = {
             "provisional_geometry": sizes is None or not self.geometry.frozen,
@@ -151,8 +213,13 @@ class GatherPolicy:
         for reason, applies in checks.items():
             if applies:
                 return GatherChoice(ORDINARY, reason)
-        padded = sizes.host_padded(lengths)
-        costs = self._costs(padded, rows)
+        if resident_lengths is None:
+            form, why = FULL, "off" if self.records == FULL else "not_resident"
+            padded = sizes.host_padded(lengths)
+        else:
+            form, why = INCREMENTAL, "resident"
+            padded = max(sizes.host_sent(lengths, resident_lengths))
+        costs = self._costs(padded, rows, form)
         limits = {
             "requests": len(lengths) > sizes.requests,
             "rows": rows > sizes.rows,
@@ -160,17 +227,50 @@ class GatherPolicy:
             "cost": costs[2] > costs[3],
         }
         reason = next((reason for reason, applies in limits.items() if applies), "eligible")
-        return GatherChoice(GATHER if reason == "eligible" else ORDINARY, reason, padded, *costs)
+        return GatherChoice(GATHER if reason == "eligible" else ORDINARY, reason, padded, *costs, form, why)
 
-    def _costs(self, padded: int, rows: int) -> tuple[int, int, float, float]:
+    def _costs(self, padded: int, rows: int, form: str) -> tuple[int, int, float, float]:
         world, costs = self.sizes.world, self.costs
         gathered = gather_bytes(padded, self.layout.record_bytes, world)
         ordinary = ordinary_bytes(rows, self.heads, self.layout.query_dim, world)
-        # Own records are packed; those of peers are copied once more as they arrive.
-        copied = world * padded * self.layout.record_bytes
         hop = costs.hop_us if world > 1 else 0.0
-        gather_us = hop + gathered * costs.us_per_byte + copied * costs.copy_us_per_byte
-        return gathered, ordinary, gather_us, 2 * hop + ordinary * costs.us_per_byte
+        return gathered, ordinary, self._gather_us(padded, form), 2 * hop + ordinary * costs.us_per_byte
+
+    def _gather_us(self, records: int, form: str, calls: int = 1) -> float:
+        """Of `calls` gathers that have so many records in a slice, all together."""
+        world, costs, record_bytes = self.sizes.world, self.costs, self.layout.record_bytes
+        # Own records are packed, and those of peers are copied once more as they arrive; then all are put in place.
+        copies = 2 if form == INCREMENTAL else 1
+        copied = copies * world * records * record_bytes
+        hops = calls * costs.hop_us if world > 1 else 0.0
+        moved = gather_bytes(records, record_bytes, world)
+        return hops + moved * costs.us_per_byte + copied * costs.copy_us_per_byte
+
+    def _pays(self, max_length: int, chunk_rows: int, cached: int) -> bool:
+        """The full form sends the first token in every chunk, the incremental one once. Padding is left out."""
+        if self.sizes is None:
+            return False
+        chunks = max(1, -(-(max_length - cached) // chunk_rows))
+        tokens = (chunks - 1) * cached + chunks * (chunks - 1) // 2 * chunk_rows + max_length
+        full, once = (-(-count // self.sizes.world) for count in (tokens, max_length))
+        return self._gather_us(once, INCREMENTAL, chunks) < self._gather_us(full, FULL, chunks)
+
+    def _check_resident(
+        self, lengths: Sequence[int], new_lengths: Sequence[int], resident_lengths: Sequence[int] | None
+    ) -> None:
+        if resident_lengths is None:
+            return
+        if self.records == FULL:
+            reject(
+                "GatherPolicy", "resident_lengths", "a list", "None with records='full'; make the policy with another"
+            )
+        if len(resident_lengths) != len(lengths):
+            given = f"{len(resident_lengths)} requests"
+            reject("GatherPolicy", "resident_lengths", given, f"{len(lengths)} requests, as many as 'lengths'")
+        for request, (length, new, known) in enumerate(zip(lengths, new_lengths, resident_lengths, strict=True)):
+            if not 0 <= known <= length - new:
+                allowed = f"0 to {length - new}, the tokens before the chunk"
+                reject("GatherPolicy", "resident_lengths", f"{known} in request {request}", allowed)
 
 
 def gather_bytes(padded: int, record_bytes: int, world: int) -> int:
