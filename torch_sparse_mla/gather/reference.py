@@ -108,8 +108,9 @@ def c4_remap(
     positions = topk.long()
     present = (positions >= 0) & (positions < lengths[of_row, None]) & live[:, None]
     owners = owner(positions, world, interleave)
-    places = starts[owners, of_row[:, None]] + local_position(positions, world, interleave)
-    present = present & (places >= 0) & (places < limit)
+    begins = starts[owners, of_row[:, None]]
+    places = begins + local_position(positions, world, interleave)
+    present = present & (begins >= 0) & (places < limit)
     found = owners * slice_records + places
     # A stable sort of absent behind present keeps the order of what is present.
     order = torch.sort(~present, dim=1, stable=True).indices
@@ -128,20 +129,30 @@ def c4_place_records(
 ) -> None:
     views = contract.check_c4_place_records(gathered, plan, resident, requests, rows, interleave, world)
     words = plan.long()
-    offsets, slice_records = words[: world + 1], len(resident) // world
+    slice_records = len(resident) // world
+    record = torch.arange(int(words[world].clamp(0, len(gathered))))
+    owners = _last_that_begins(words[:world], record)
+    within = record - words[owners]
     starts = words[views["starts"] :][: world * requests].view(world, requests)
-    names = ("lengths", "resident_starts", "resident_lengths")
-    lengths, resident_starts, known = (words[views[name] :][:requests] for name in names)
+    of_record = torch.zeros_like(record)
     for owning in range(world):
-        first = local_length(owning, known, world, interleave)
-        for request in range(requests):
-            end = int(local_length(owning, lengths[request], world, interleave))
-            local = torch.arange(int(first[request]), end)
-            sources = offsets[owning] + starts[owning, request] + local - first[request]
-            places = resident_starts[request] + local
-            there = (sources >= 0) & (sources < offsets[owning + 1].clamp(max=len(gathered)))
-            there &= (places >= 0) & (places < slice_records)
-            resident[owning * slice_records + places[there]] = gathered[sources[there]]
+        of_record[owners == owning] = _last_that_begins(starts[owning], within[owners == owning])
+    names = ("lengths", "resident_starts", "resident_lengths")
+    lengths, begins, known = (words[views[name] + of_record] for name in names)
+    held, skipped = torch.zeros_like(record), torch.zeros_like(record)
+    for owning in range(world):
+        mine = owners == owning
+        held[mine] = local_length(owning, lengths[mine], world, interleave)
+        skipped[mine] = local_length(owning, known[mine], world, interleave)
+    local = within - starts[owners, of_record] + skipped
+    there = (local >= 0) & (local < held) & (begins >= 0) & (begins + local < slice_records)
+    places = owners * slice_records + begins + local
+    resident[places[there]] = gathered[record[there]]
+
+
+def _last_that_begins(begins: torch.Tensor, numbers: torch.Tensor) -> torch.Tensor:
+    """The last segment that begins at each number or before; 0 where none does. Empty segments are passed."""
+    return (torch.searchsorted(begins.contiguous(), numbers, right=True) - 1).clamp(min=0)
 
 
 def c4_prefill_gather(
