@@ -21,13 +21,15 @@ from .gather.api import (
     c4_prefill_gather_wait,
     c4_remap,
 )
-from .gather.policy import GatherChoice, GatherCosts, GatherPolicy
+from .gather.policy import GatherChoice, GatherCosts, GatherPolicy, SelectChoice
 from .gather.residency import Residency, ResidentChunk
 from .gather.workspace import GatherSlot, LaneBytes, ResidentLane, Workspace, lane_bytes, resident_bytes
 from .graphs import CompiledStep, CUDAGraphMode, GraphPool, GraphSupport, compile, graph_support
 from .indexer import exact_index_queries, quantise_index_queries
 from .indexer.api import c4_merge_pools, c4_select, c4_write_index_keys, warmup_c4_indexer
 from .indexer.contract import c4_select_workspace_bytes
+from .indexer.row_split import RowSplit
+from .indexer.split_selector import SplitSelector
 from .records import LAYOUTS, RecordLayout, dequantise_records, quantise_records
 from .records.api import read_ckv_records, write_ckv_records
 from .selection import SelectionPlan, selection_plan_words
@@ -59,7 +61,10 @@ __all__ = [
     "Residency",
     "ResidentChunk",
     "ResidentLane",
+    "RowSplit",
+    "SelectChoice",
     "SelectionPlan",
+    "SplitSelector",
     "Workspace",
     "c4_merge_pools",
     "c4_place_records",

@@ -3,12 +3,15 @@
 The gather moves the context, ordinary DCP moves query heads and partial results of every row. So a long context under
 few rows is dear to gather, whatever fits into the workspace; the published form has no such gate. The incremental
 form moves a context once, whatever the number of chunks; it takes a resident buffer in every layer.
+
+The selector has two forms too: candidates of every row travel, or pooled keys of the context and then what each rank
+selected for its share of the rows (`indexer.row_split`). Again one is dear with many rows, the other with much context.
 """
 
 import collections
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from ..contract import check_layout
 from ..errors import reject
@@ -16,8 +19,12 @@ from ..records.layouts import LATENT_DIM
 from .geometry import PageGeometry
 from .plan import GatherPlan
 
+if TYPE_CHECKING:
+    from ..indexer.row_split import RowSplit
+
 GATHER, ORDINARY = "gather", "ordinary"
 FULL, INCREMENTAL, AUTO = "full", "incremental", "auto"
+MERGE, ROWS = "merge", "rows"
 REASONS = {
     "eligible": "the gather is possible and costs less",
     "provisional_geometry": "the page size is not frozen; call PageGeometry.freeze before serving",
@@ -39,6 +46,18 @@ ADMISSION_REASONS = {
     "asked": "records='incremental'",
     "pays": "the chunks of the prompt cost less together",
     "does_not_pay": "the chunks of the prompt cost no less together: too few of them",
+}
+SELECT_REASONS = {
+    "eligible": "splitting the rows is possible, and costs less or is asked for",
+    "off": "select='merge'",
+    "provisional_geometry": REASONS["provisional_geometry"],
+    "capturing": "a CUDA graph is being captured; rows are split in eager mode",
+    "decode_tokens": REASONS["decode_tokens"],
+    "no_rows": REASONS["no_rows"],
+    "requests": "more requests than reserved; raise RowSplit.requests",
+    "rows": "more query rows than reserved; raise RowSplit.rows",
+    "capacity": "the index pages exceed what is reserved; raise RowSplit.max_tokens",
+    "cost": "merging candidates costs no more: too much context for so few rows",
 }
 _BFLOAT16_BYTES = 2
 _LSE_BYTES = 4
@@ -93,6 +112,28 @@ class GatherChoice(NamedTuple):
         return self.path == GATHER
 
 
+class SelectChoice(NamedTuple):
+    """How a batch's selections come together.
+
+    Attributes:
+        path: "merge", of candidates, or "rows", split by rank.
+        reason: a key of `SELECT_REASONS`.
+        merge_bytes, rows_bytes: bytes that a rank receives in each layer; 0 where they were not computed.
+        merge_us, rows_us: predicted times of a layer's communication.
+    """
+
+    path: str
+    reason: str
+    merge_bytes: int = 0
+    rows_bytes: int = 0
+    merge_us: float = 0.0
+    rows_us: float = 0.0
+
+    @property
+    def splits(self) -> bool:
+        return self.path == ROWS
+
+
 class GatherPolicy:
     """Chooses for each batch, and counts what it chose. Every rank must be given the same numbers.
 
@@ -104,6 +145,8 @@ class GatherPolicy:
         costs: measured figures; None: the number of bytes decides.
         records: "full"; "incremental" where every request of a batch is resident; or "auto", the same, but `admits`
             takes only requests whose prompt costs less that way. Nothing else.
+        select: "merge"; "rows" wherever it is possible; or "auto", where it costs less too. Nothing else.
+        split: the sizes of a `SplitSelector`, for select other than "merge".
     """
 
     def __init__(
@@ -115,6 +158,8 @@ class GatherPolicy:
         heads: int,
         costs: GatherCosts | None = None,
         records: str = FULL,
+        select: str = MERGE,
+        split: "RowSplit | None" = None,
     ) -> None:
         self.layout = check_layout("GatherPolicy", layout)
         if not isinstance(heads, int) or heads < 1 or (sizes is not None and heads % sizes.world):
@@ -123,12 +168,20 @@ class GatherPolicy:
             reject("GatherPolicy", "sizes", None, "Workspace.sizes, since the geometry is frozen")
         if records not in (FULL, INCREMENTAL, AUTO):
             reject("GatherPolicy", "records", repr(records), f"{FULL}, {INCREMENTAL} or {AUTO}")
+        if select not in (MERGE, ROWS, AUTO):
+            reject("GatherPolicy", "select", repr(select), f"{MERGE}, {ROWS} or {AUTO}")
+        if (split is None) != (select == MERGE):
+            given = f"{'None' if split is None else 'sizes'} with select={select!r}"
+            reject("GatherPolicy", "split", given, "the sizes of a SplitSelector, or None with select='merge'")
+        self.select, self.split = select, split
         self.geometry, self.sizes, self.heads, self.records = geometry, sizes, heads, records
         self.costs = costs or GatherCosts()
         self.counts: collections.Counter[str] = collections.Counter()
         self.form_counts: collections.Counter[str] = collections.Counter()
         self.admission_counts: collections.Counter[str] = collections.Counter()
+        self.select_counts: collections.Counter[str] = collections.Counter()
         self.last: GatherChoice | None = None
+        self.last_select: SelectChoice | None = None
 
     def choose(
         self,
@@ -157,6 +210,23 @@ class GatherPolicy:
         if self.last.records_reason:
             self.form_counts[self.last.records_reason] += 1
         return self.last
+
+    def choose_select(
+        self,
+        lengths: Sequence[int],
+        new_lengths: Sequence[int],
+        *,
+        num_decode_tokens: int,
+        capturing: bool = False,
+    ) -> SelectChoice:
+        """How the selections of one batch come together; the arguments are those of `choose`.
+
+        Raises: ValueError for lengths that cannot be. The choice is counted under its reason.
+        """
+        _check_lengths(lengths, new_lengths)
+        self.last_select = self._choose_select(lengths, sum(new_lengths), num_decode_tokens, capturing)
+        self.select_counts[self.last_select.reason] += 1
+        return self.last_select
 
     def admits(self, max_length: int, chunk_rows: int, cached: int = 0) -> bool:
         """Whether a request is worth a place in the resident buffers, before its first chunk.
@@ -190,6 +260,12 @@ class GatherPolicy:
                 "why": FORM_REASONS[last.records_reason] if last and last.records_reason else "no gather considered",
                 "counts": {reason: self.form_counts[reason] for reason in FORM_REASONS},
                 "admissions": {reason: self.admission_counts[reason] for reason in ADMISSION_REASONS},
+            },
+            "select": {
+                "flag": self.select,
+                "why": SELECT_REASONS[self.last_select.reason] if self.last_select else "no batch yet",
+                "last": self.last_select._asdict() if self.last_select else None,
+                "counts": {reason: self.select_counts[reason] for reason in SELECT_REASONS},
             },
             "costs": {field.name: getattr(self.costs, field.name) for field in fields(self.costs)},
             "geometry": repr(self.geometry),
@@ -228,6 +304,38 @@ class GatherPolicy:
         }
         reason = next((reason for reason, applies in limits.items() if applies), "eligible")
         return GatherChoice(GATHER if reason == "eligible" else ORDINARY, reason, padded, *costs, form, why)
+
+    def _choose_select(
+        self, lengths: Sequence[int], rows: int, num_decode_tokens: int, capturing: bool
+    ) -> SelectChoice:
+        split = self.split
+        checks = {
+            "off": self.select == MERGE,
+            "provisional_geometry": not self.geometry.frozen,
+            "capturing": capturing,
+            "decode_tokens": num_decode_tokens != 0,
+            "no_rows": rows == 0,
+        }
+        for reason, applies in checks.items():
+            if applies:
+                return SelectChoice(MERGE, reason)
+        others = split.world - 1
+        gathered = (split.candidate_bytes(rows), split.gathered_bytes(lengths, rows))
+        received = tuple(size // split.world * others for size in gathered)
+        # Every byte is copied once, as it is packed or as it arrives.
+        hop = self.costs.hop_us if others else 0.0
+        times = [
+            hops * hop + moved * self.costs.us_per_byte + size * self.costs.copy_us_per_byte
+            for hops, moved, size in zip((1, 2), received, gathered, strict=True)
+        ]
+        limits = {
+            "requests": len(lengths) > split.requests,
+            "rows": rows > split.rows,
+            "capacity": not split.fits(lengths),
+            "cost": self.select == AUTO and times[1] >= times[0],
+        }
+        reason = next((reason for reason, applies in limits.items() if applies), "eligible")
+        return SelectChoice(ROWS if reason == "eligible" else MERGE, reason, *received, *times)
 
     def _costs(self, padded: int, rows: int, form: str) -> tuple[int, int, float, float]:
         world, costs = self.sizes.world, self.costs
