@@ -161,9 +161,8 @@ class SplitSelector:
                 workspace=self._workspace,
                 **self._geometry,
             )
-        own = self._own.view(torch.int32)
-        own[count:share] = -1
-        own[:count] = pools_of_lists(*c4_merge_pools(candidates, positions[mine]))
+        # What lies behind them in the share belongs to no row.
+        self._own.view(torch.int32)[:count] = pools_of_lists(*c4_merge_pools(candidates, positions[mine]))
         c4_prefill_gather_start(self._own.unsqueeze(1), *self._gather(1, self._numbers))
         self._positions, self._next = positions, (RECEIVE,)
 
