@@ -55,7 +55,7 @@ def test_matches_model(implementation, step, record_bytes):
 
 @every_implementation
 @hypothesis.given(step=steps())
-@hypothesis.settings(max_examples=60)
+@hypothesis.settings(max_examples=25)
 def test_any_step_matches_model(implementation, step):
     placed(implementation, step, 16, seed=2)
 

@@ -46,7 +46,7 @@ def test_plan_matches_model(implementation, step):
 
 @every_implementation
 @hypothesis.given(step=steps(), data=strategies.data())
-@hypothesis.settings(max_examples=60)
+@hypothesis.settings(max_examples=25)
 def test_any_plan_matches_model(implementation, step, data):
     rank = data.draw(strategies.integers(0, step.sizes.world - 1))
     plan = planned(implementation, step, rank).cpu()
@@ -72,7 +72,7 @@ def test_remap_matches_model(implementation, step, causal):
 
 @every_implementation
 @hypothesis.given(step=steps(), columns=strategies.integers(1, 20), causal=strategies.booleans())
-@hypothesis.settings(max_examples=40)
+@hypothesis.settings(max_examples=20)
 def test_any_remap_matches_model(implementation, step, columns, causal):
     topk = random_topk(step, columns, causal=causal)
     assert remapped(implementation, step, topk) == step.remap(topk.tolist())

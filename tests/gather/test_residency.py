@@ -99,7 +99,7 @@ def records_of(length: int) -> int:
 
 
 @hypothesis.given(data=strategies.data())
-@hypothesis.settings(max_examples=40)
+@hypothesis.settings(max_examples=25)
 def test_places_never_overlap_and_none_is_refused_that_fits(data):
     residency, taken = Residency(SIZES), {}
     for key in range(data.draw(strategies.integers(1, 15))):

@@ -130,7 +130,7 @@ def split_cases(draw: strategies.DrawFn) -> list[SelectCase]:
 
 
 @hypothesis.given(cases=split_cases())
-@hypothesis.settings(max_examples=25, suppress_health_check=[hypothesis.HealthCheck.too_slow])
+@hypothesis.settings(max_examples=15, suppress_health_check=[hypothesis.HealthCheck.too_slow])
 def test_any_split_selects_what_the_merge_does(cases):
     selectors = make_selectors(split_of(cases[0]), 16)
     assert_same(run(selectors, cases), merged(cases, "cpu"))

@@ -56,12 +56,12 @@ def c4_plan_gather(
     if plan is None:
         plan = sizes.empty(block_table.device)
     if device_lengths is None:
-        device_lengths = _on_device(list(lengths), block_table.device)
+        device_lengths = copied_to(list(lengths), block_table.device)
     if device_row_starts is None:
-        device_row_starts = _on_device(row_starts, block_table.device)
+        device_row_starts = copied_to(row_starts, block_table.device)
     held = (None, None)
     if sizes.resident:
-        held = tuple(_on_device(list(values), block_table.device) for values in (resident_starts, resident_lengths))
+        held = tuple(copied_to(list(values), block_table.device) for values in (resident_starts, resident_lengths))
     torch.ops.torch_sparse_mla.c4_plan_gather(
         device_lengths,
         device_row_starts,
@@ -251,7 +251,7 @@ def _check_resident(
         reject(op, "lengths", f"{sent} records to send in a slice", allowed)
 
 
-def _on_device(values: list[int], device: torch.device) -> torch.Tensor:
+def copied_to(values: list[int], device: torch.device) -> torch.Tensor:
     """A copy that the host does not wait for: pinned memory is kept until the copy is done."""
     tensor = torch.tensor(values, dtype=torch.int32)
     return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor.to(device)

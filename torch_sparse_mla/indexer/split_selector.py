@@ -17,7 +17,7 @@ import torch
 from ..contract import check_dtype, reject
 from ..exchange.channel import DEFAULT_TIMEOUT_S, Channel
 from ..exchange.group import as_group
-from ..gather.api import c4_plan_gather, c4_prefill_gather_start, c4_prefill_gather_wait
+from ..gather.api import c4_plan_gather, c4_prefill_gather_start, c4_prefill_gather_wait, copied_to
 from .api import c4_merge_pools, c4_select, warmup_c4_indexer
 from .contract import c4_select_workspace_bytes, check_pools
 from .pools import HEAD_DIM, POOLS_PER_INDEX_PAGE, TOKENS_PER_INDEX_PAGE, pools_of_lists, ranked_candidates
@@ -37,6 +37,7 @@ class SplitSelector:
         name: of the channels; unique among the open ones, equal on every rank.
         transport, timeout_s, device: as for `Channel.create`.
     Raises: as `Channel.create`; ValueError for sizes that do not fit.
+    Memory: all of it, `RowSplit.reserved_bytes` and the channels' slabs, is allocated here: before memory is profiled.
     Capture: not; lengths are host numbers, and what is sent passes through temporaries. `GatherPolicy.choose_select`
         says when to take the candidate merge instead.
     """
@@ -71,10 +72,11 @@ class SplitSelector:
         self._candidates = torch.empty(size, dtype=torch.int64, device=self.device)
         self._workspace = self._bytes(c4_select_workspace_bytes(lists.capacity, split.num_pools))
         self._row_table = torch.arange(lists.capacity, dtype=torch.int32, device=self.device).view(1, -1)
-        self._tables = torch.empty(split.world, 0, 0, dtype=torch.int32, device=self.device)
-        self._rows, self._positions = 0, self._row_table[0, :0]
         self._next, self._closed = (PLAN,), False
+        # What else would be compiled at the first chunk.
         warmup_c4_indexer(self._pools(), heads=heads, num_pools=split.num_pools, **self._geometry)
+        self.plan([1], [1], self._row_table[:, :1])
+        self._next = (PLAN,)
 
     def plan(self, lengths: Sequence[int], new_lengths: Sequence[int], block_table: torch.Tensor) -> None:
         """Where the index pages of a chunk go: once for each chunk, for all of its layers.
@@ -99,17 +101,13 @@ class SplitSelector:
         # Every rank sends as many pages of a request, so these begin at the same place in each slice.
         begins = list(itertools.accumulate(pages, initial=0))[:-1]
         blocks = max(pages, default=0)
-        table = torch.tensor(
-            [
-                [
-                    [source * padded + begin + block if block < count else -1 for block in range(blocks)]
-                    for begin, count in zip(begins, pages, strict=True)
-                ]
-                for source in range(split.world)
-            ],
-            dtype=torch.int32,
-        ).view(split.world, len(pages), blocks)
-        self._tables = table.to(self.device)
+        tables = [
+            source * padded + begin + block if block < count else -1
+            for source in range(split.world)
+            for begin, count in zip(begins, pages, strict=True)
+            for block in range(blocks)
+        ]
+        self._tables = copied_to(tables, self.device).view(split.world, len(pages), blocks)
         self._rows = rows
         self._next = (SEND, PLAN)
 
