@@ -203,8 +203,10 @@ def test_bytes_are_those_of_the_page():
 def test_reserved_bytes_are_what_is_kept():
     split = RowSplit(2, 10, 1_000, 8, 2, 4, 512)
     (first, second) = make_selectors(split, 16)
-    kept = (first._pages, first._own, first._numbers, first._candidates)
-    assert split.reserved_bytes == sum(buffer.nbytes for buffer in kept)
+    kept = [first._pages, first._own, first._numbers, first._candidates, first._workspace, first._row_table]
+    assert split.reserved_bytes("cpu") == sum(buffer.nbytes for buffer in kept + first._plans)
+    # Two slabs of what is gathered, as on a GPU.
+    assert split.reserved_bytes() - split.reserved_bytes("cpu") == 2 * (first._pages.nbytes + first._numbers.nbytes)
     close([first, second])
 
 

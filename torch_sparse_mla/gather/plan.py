@@ -22,6 +22,8 @@ from ..sharding import check_geometry, local_length
 _OP = "GatherPlan"
 _INT32_MAX = 2**31 - 1
 _ALIGNMENT_WORDS = 4
+# What a channel that writes peer memory keeps on each rank: gathered buffers, by parity of the epoch.
+CHANNEL_SLABS = 2
 
 
 @dataclass(frozen=True)

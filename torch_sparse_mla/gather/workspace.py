@@ -20,12 +20,10 @@ from ..exchange.channel import DEFAULT_TIMEOUT_S, Channel
 from ..exchange.group import as_group
 from .api import c4_place_records, c4_plan_gather, c4_remap
 from .geometry import PageGeometry
-from .plan import GatherPlan, gather_capacity
+from .plan import CHANNEL_SLABS, GatherPlan, gather_capacity
 from .residency import Residency
 
 _OP = "Workspace"
-# What a channel that writes peer memory keeps on each rank: gathered buffers, by parity of the epoch.
-CHANNEL_SLABS = 2
 _VECTOR_BYTES = 16
 
 

@@ -18,10 +18,11 @@ from dataclasses import dataclass
 
 import torch
 
+from ..contract import ALIGNMENT_BYTES
 from ..errors import reject
-from ..gather.plan import GatherPlan, round_up
+from ..gather.plan import CHANNEL_SLABS, GatherPlan, round_up
 from ..sharding import local_length
-from .contract import EXACT_DTYPES, MAX_POOLS
+from .contract import EXACT_DTYPES, MAX_POOLS, c4_select_workspace_bytes
 from .pools import HEAD_DIM, INDEX_PAGE_BYTES, POOL_TOKENS, POOLS_PER_INDEX_PAGE, TOKENS_PER_INDEX_PAGE
 
 _OP = "RowSplit"
@@ -110,11 +111,16 @@ class RowSplit:
         """The same for the other form: candidates of all ranks for all rows."""
         return self.world * rows * self.num_pools * _CANDIDATE_BYTES
 
-    @property
-    def reserved_bytes(self) -> int:
-        """Bytes on a rank of what a `SplitSelector` keeps: gathered pages and numbers, candidates, lists."""
-        share = self.lists.capacity
-        gathered = self.keys.gathered_records * self.page_bytes
-        numbers = (self.world + 1) * share * self.num_pools * _NUMBER_BYTES
-        candidates = self.world * share * self.num_pools * _CANDIDATE_BYTES
-        return gathered + numbers + candidates
+    def reserved_bytes(self, device_type: str = "cuda") -> int:
+        """Bytes on a rank of a `SplitSelector`: its buffers, and the slabs of channels that write peer memory."""
+        keys, lists, width = self.keys, self.lists, self.num_pools * _NUMBER_BYTES
+        share = lists.capacity
+        gathered = (keys.gathered_records * self.page_bytes, lists.gathered_records * width)
+        scratch = self.world * share * self.num_pools * _CANDIDATE_BYTES
+        scratch += c4_select_workspace_bytes(share, self.num_pools) + share * width
+        # Plans, and the block table of rows.
+        words = keys.words + lists.words + share
+        slabs = 0
+        if device_type == "cuda" and self.world > 1:
+            slabs = sum(CHANNEL_SLABS * round_up(size, ALIGNMENT_BYTES) for size in gathered)
+        return sum(gathered) + scratch + 4 * words + slabs

@@ -37,7 +37,7 @@ class SplitSelector:
         name: of the channels; unique among the open ones, equal on every rank.
         transport, timeout_s, device: as for `Channel.create`.
     Raises: as `Channel.create`; ValueError for sizes that do not fit.
-    Memory: all of it, `RowSplit.reserved_bytes` and the channels' slabs, is allocated here: before memory is profiled.
+    Memory: `RowSplit.reserved_bytes`, all of it allocated here: make it before memory is profiled.
     Capture: not; lengths are host numbers, and what is sent passes through temporaries. `GatherPolicy.choose_select`
         says when to take the candidate merge instead.
     """
