@@ -165,7 +165,7 @@ class Engine:
 
 
 @hypothesis.given(world=strategies.integers(1, 4), interleave=strategies.integers(1, 4), data=strategies.data())
-@hypothesis.settings(max_examples=30)
+@hypothesis.settings(max_examples=20)
 def test_any_life_of_requests_reads_what_a_full_gather_brings(world, interleave, data):
     def number(least: int, most: int) -> int:
         return data.draw(strategies.integers(least, most))

@@ -88,7 +88,7 @@ def interpreted() -> bool:
 
 
 def aot_configurations(capability: int) -> AotConfigurations:
-    """The widths of record layouts and of index pages in 16-byte vectors, and one width in bytes; of partial results."""
+    """Widths of record layouts and of index pages in 16-byte vectors, and one width in bytes; of partial results."""
     pointers = ["cache", "workspace"]
     for record_bytes, unit in ((304, 4), (368, 4), (432, 4), (656, 4), (1152, 4), (8448, 4), (64, 4), (4, 1), (37, 1)):
         alignment = ":16" if unit == 4 else ""
