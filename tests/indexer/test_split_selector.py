@@ -41,16 +41,18 @@ def make_selectors(split: RowSplit, heads: int, device: str = "cpu") -> list[Spl
     return selectors
 
 
-def split_of(case: SelectCase, rows: int = 0, requests: int = 0, max_tokens: int = 0) -> RowSplit:
+def split_of(case: SelectCase, lists: int = 1) -> RowSplit:
     return RowSplit(
-        requests or len(case.keys),
-        rows or len(case.positions),
-        max_tokens or sum(len(keys) for keys in case.keys) * 4 + 3,
+        len(case.keys),
+        len(case.positions),
+        # Each request may have a tail.
+        sum(4 * len(keys) + 3 for keys in case.keys),
         case.num_pools,
         case.world,
         case.interleave,
         case.page_size,
         FORMS[case.form],
+        lists,
     )
 
 
@@ -129,10 +131,10 @@ def split_cases(draw: strategies.DrawFn) -> list[SelectCase]:
     return cases_of(world, "serving", pools, rows, **sizes)
 
 
-@hypothesis.given(cases=split_cases())
+@hypothesis.given(cases=split_cases(), lists=strategies.integers(1, 3))
 @hypothesis.settings(max_examples=15, suppress_health_check=[hypothesis.HealthCheck.too_slow])
-def test_any_split_selects_what_the_merge_does(cases):
-    selectors = make_selectors(split_of(cases[0]), 16)
+def test_any_split_selects_what_the_merge_does(cases, lists):
+    selectors = make_selectors(split_of(cases[0], lists), 16)
     assert_same(run(selectors, cases), merged(cases, "cpu"))
     close(selectors)
 
@@ -201,7 +203,7 @@ def test_bytes_are_those_of_the_page():
 
 
 def test_reserved_bytes_are_what_is_kept():
-    split = RowSplit(2, 10, 1_000, 8, 2, 4, 512)
+    split = RowSplit(2, 10, 1_000, 8, 2, 4, 512, lists=3)
     (first, second) = make_selectors(split, 16)
     kept = [first._pages, first._own, first._numbers, first._candidates, first._workspace, first._row_table]
     assert split.reserved_bytes("cpu") == sum(buffer.nbytes for buffer in kept + first._plans)
@@ -274,6 +276,7 @@ def test_refuses_what_does_not_fit():
         ({"page_size": 128}, "a multiple of 256 tokens"),
         ({"interleave": 2}, "a multiple of 4 that divides 256"),
         ({"interleave": 12}, "a multiple of 4 that divides 256"),
+        ({"lists": 0}, "an integer from 1"),
         ({"dtype": torch.float16}, "uint8, float32 or bfloat16"),
     ],
     ids=str,

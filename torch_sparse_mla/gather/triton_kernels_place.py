@@ -31,7 +31,7 @@ def c4_place_records(
     record, tile_rows, columns = tile(record_bytes, unit)
     names = ("starts", "lengths", "resident_starts", "resident_lengths")
     with on_device(plan):
-        _place_kernel[(min(triton.cdiv(records, tile_rows), MAX_PROGRAMS),)](
+        _place_records_kernel[(min(triton.cdiv(records, tile_rows), MAX_PROGRAMS),)](
             gathered,
             plan,
             resident,
@@ -62,7 +62,7 @@ PLACE_SIZES = [
 
 
 @triton.jit(do_not_specialize=PLACE_SIZES)
-def _place_kernel(
+def _place_records_kernel(
     gathered_ptr,
     plan_ptr,
     resident_ptr,
@@ -114,4 +114,6 @@ def aot_configurations(capability: int) -> AotConfigurations:
             signature |= {size: "i64" if size.endswith("_offset") else "i32" for size in PLACE_SIZES}
             constants = {"WORLD": world, "INTERLEAVE": interleave, "UNIT": unit}
             constants |= {"RECORD": record, "ROWS": tile_rows, "COLUMNS": columns}
-            yield AotConfiguration(f"place-{record_bytes}-w{world}", _place_kernel, signature, constants, OPTIONS)
+            yield AotConfiguration(
+                f"place-{record_bytes}-w{world}", _place_records_kernel, signature, constants, OPTIONS
+            )

@@ -6,7 +6,7 @@ the rows; then the pool numbers of each row, 4 bytes a pool, travel to all ranks
 
     index pages    own pages -> [world, padded, page_bytes], once a layer     `keys`
     select         own rows against the pools of each rank in turn; the exact merge
-    pool numbers   own rows -> [world, share, num_pools] int32                `lists`
+    pool numbers   own rows -> [world, share, num_pools] int32                `numbers`
 
 A pool of the serving form is no run of bytes, an index page is: 64 pools, codes and then scales. So index pages are the
 records that travel, of each request as many from every rank as from the first one, which has the most; at most one of
@@ -40,6 +40,7 @@ class RowSplit:
         world, interleave: the DCP geometry; the interleave is a multiple of 4 and divides 256, an index page.
         page_size: tokens in a page of a rank, a multiple of 256.
         dtype: of the pools: uint8 for the serving form, float32 or bfloat16 for the exact form.
+        lists: those that the pools of each rank are dealt out to, as for `c4_select`: more let few rows fill a GPU.
     """
 
     requests: int
@@ -50,9 +51,10 @@ class RowSplit:
     interleave: int
     page_size: int
     dtype: torch.dtype = torch.uint8
+    lists: int = 1
 
     def __post_init__(self) -> None:
-        for name in ("requests", "rows", "max_tokens", "num_pools", "world", "interleave", "page_size"):
+        for name in ("requests", "rows", "max_tokens", "num_pools", "world", "interleave", "page_size", "lists"):
             value = getattr(self, name)
             most = MAX_POOLS if name == "num_pools" else 2**31 - 1
             if not isinstance(value, int) or not 1 <= value <= most:
@@ -82,7 +84,7 @@ class RowSplit:
         return GatherPlan(self.requests, 1, capacity, self.world, 1, unit)
 
     @property
-    def lists(self) -> GatherPlan:
+    def numbers(self) -> GatherPlan:
         """Sizes of the gather of pool numbers: its tokens are rows, a rank's share in a cache of one-record pages."""
         return GatherPlan(1, 1, -(-self.rows // self.world), self.world, 1, 1)
 
@@ -91,7 +93,7 @@ class RowSplit:
         return -(-local_length(0, length, self.world, self.interleave) // TOKENS_PER_INDEX_PAGE)
 
     def share(self, rows: int) -> int:
-        """Rows of a rank: the first ones of rank 0, and so on; the last ranks may have fewer, or none."""
+        """Most rows of a rank. They are dealt out one by one, since a later row sees more pools than an earlier one."""
         return -(-rows // self.world)
 
     def sent_lengths(self, lengths: Sequence[int]) -> list[int]:
@@ -113,13 +115,13 @@ class RowSplit:
 
     def reserved_bytes(self, device_type: str = "cuda") -> int:
         """Bytes on a rank of a `SplitSelector`: its buffers, and the slabs of channels that write peer memory."""
-        keys, lists, width = self.keys, self.lists, self.num_pools * _NUMBER_BYTES
-        share = lists.capacity
-        gathered = (keys.gathered_records * self.page_bytes, lists.gathered_records * width)
-        scratch = self.world * share * self.num_pools * _CANDIDATE_BYTES
-        scratch += c4_select_workspace_bytes(share, self.num_pools) + share * width
+        keys, numbers, width = self.keys, self.numbers, self.num_pools * _NUMBER_BYTES
+        share = numbers.capacity
+        gathered = (keys.gathered_records * self.page_bytes, numbers.gathered_records * width)
+        scratch = self.world * self.lists * share * self.num_pools * _CANDIDATE_BYTES
+        scratch += c4_select_workspace_bytes(share, self.num_pools, self.lists) + share * width
         # Plans, and the block table of rows.
-        words = keys.words + lists.words + share
+        words = keys.words + numbers.words + share
         slabs = 0
         if device_type == "cuda" and self.world > 1:
             slabs = sum(CHANNEL_SLABS * round_up(size, ALIGNMENT_BYTES) for size in gathered)

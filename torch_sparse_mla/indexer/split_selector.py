@@ -60,18 +60,19 @@ class SplitSelector:
         self.device = ranks.device(device)
         self._geometry = {"page_size": TOKENS_PER_INDEX_PAGE, "interleave": split.interleave, "world": split.world}
         options = {"transport": transport, "timeout_s": timeout_s, "device": device}
-        keys, lists, width = split.keys, split.lists, 4 * split.num_pools
+        keys, numbers, width = split.keys, split.numbers, 4 * split.num_pools
         self._channels = [
             Channel.create(f"{name}.keys", group, keys.gathered_records, split.page_bytes, 1, **options),
-            Channel.create(f"{name}.lists", group, lists.gathered_records, width, 1, **options),
+            Channel.create(f"{name}.numbers", group, numbers.gathered_records, width, 1, **options),
         ]
-        self._plans = [keys.empty(self.device), lists.empty(self.device)]
+        self._plans = [keys.empty(self.device), numbers.empty(self.device)]
         self._pages = self._bytes(keys.gathered_records, split.page_bytes)
-        self._own, self._numbers = (self._bytes(records, width) for records in (lists.capacity, lists.gathered_records))
-        size = split.world * lists.capacity * split.num_pools
+        share = numbers.capacity
+        self._own, self._numbers = (self._bytes(records, width) for records in (share, numbers.gathered_records))
+        size = split.world * split.lists * share * split.num_pools
         self._candidates = torch.empty(size, dtype=torch.int64, device=self.device)
-        self._workspace = self._bytes(c4_select_workspace_bytes(lists.capacity, split.num_pools))
-        self._row_table = torch.arange(lists.capacity, dtype=torch.int32, device=self.device).view(1, -1)
+        self._workspace = self._bytes(c4_select_workspace_bytes(share, split.num_pools, split.lists))
+        self._row_table = torch.arange(share, dtype=torch.int32, device=self.device).view(1, -1)
         self._next, self._closed = (PLAN,), False
         # What else would be compiled at the first chunk.
         warmup_c4_indexer(self._pools(), heads=heads, num_pools=split.num_pools, **self._geometry)
@@ -96,7 +97,7 @@ class SplitSelector:
         sent = split.sent_lengths(lengths)
         c4_plan_gather(sent, [0] * len(sent), block_table, split.keys, rank=self.rank, plan=self._plans[0])
         share = [split.world * split.share(rows)]
-        c4_plan_gather(share, [0], self._row_table, split.lists, rank=self.rank, plan=self._plans[1])
+        c4_plan_gather(share, [0], self._row_table, split.numbers, rank=self.rank, plan=self._plans[1])
         padded = split.keys.host_padded(sent)
         # Every rank sends as many pages of a request, so these begin at the same place in each slice.
         begins = list(itertools.accumulate(pages, initial=0))[:-1]
@@ -130,8 +131,8 @@ class SplitSelector:
         """Wait for the index pages, select for this rank's share of the rows, and send what it selected.
 
         Args:
-            q, weights, row_requests, positions: as for `c4_select`, of all rows; those of other ranks' shares are not
-                read but for positions, which say how long each row's tail is.
+            q, weights, row_requests, positions: as for `c4_select`, of all rows. Row i is of the share of rank
+                `i % world`; of the others positions alone are read, which say how long each row's tail is.
         """
         self._enter(SELECT)
         for name, tensor in (("q", q), ("row_requests", row_requests), ("positions", positions)):
@@ -139,28 +140,25 @@ class SplitSelector:
                 reject(_OP, name, f"{len(tensor)} rows", f"{self._rows}, the rows of the plan")
         split = self.split
         c4_prefill_gather_wait(self._sent, *self._gather(0, self._pages))
-        share = split.share(self._rows)
-        begin = min(self.rank * share, self._rows)
-        mine = slice(begin, min(begin + share, self._rows))
-        count = mine.stop - mine.start
-        shape = (split.world, count, split.num_pools)
+        own = [tensor[self.rank :: split.world].contiguous() for tensor in (q, weights, row_requests, positions)]
+        count = len(own[0])
+        shape = (split.world * split.lists, count, split.num_pools)
         candidates = self._candidates[: math.prod(shape)].view(shape)
         for source in range(split.world):
             c4_select(
-                q[mine],
-                weights[mine],
+                *own[:2],
                 self._pools(),
                 self._tables[source],
-                row_requests[mine],
-                positions[mine],
+                *own[2:],
                 num_pools=split.num_pools,
                 rank=source,
-                candidates=candidates[source : source + 1],
+                lists=split.lists,
+                candidates=candidates[source * split.lists :][: split.lists],
                 workspace=self._workspace,
                 **self._geometry,
             )
         # What lies behind them in the share belongs to no row.
-        self._own.view(torch.int32)[:count] = pools_of_lists(*c4_merge_pools(candidates, positions[mine]))
+        self._own.view(torch.int32)[:count] = pools_of_lists(*c4_merge_pools(candidates, own[3]))
         c4_prefill_gather_start(self._own.unsqueeze(1), *self._gather(1, self._numbers))
         self._positions, self._next = positions, (RECEIVE,)
 
@@ -175,7 +173,9 @@ class SplitSelector:
         """
         self._enter(RECEIVE)
         c4_prefill_gather_wait(self._own.unsqueeze(1), *self._gather(1, self._numbers))
-        numbers = self._numbers.view(torch.int32)[: self._rows]
+        split, share = self.split, self.split.share(self._rows)
+        numbers = self._numbers.view(torch.int32)[: split.world * share].view(split.world, share, split.num_pools)
+        numbers = numbers.transpose(0, 1).flatten(0, 1)[: self._rows]
         self._next = (SEND, PLAN)
         return c4_merge_pools(ranked_candidates(numbers).unsqueeze(0), self._positions, topk=topk, counts=counts)
 
