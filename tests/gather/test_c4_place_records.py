@@ -88,6 +88,24 @@ def test_a_plan_that_is_none_writes_within_the_buffer(implementation):
         assert (storage[: len(resident)] == POISON_BYTE).all() and (storage[2 * len(resident) :] == POISON_BYTE).all()
 
 
+@every_implementation
+def test_places_beyond_two_gibibytes(implementation):
+    """The second slice of a buffer of 2.6 GB, of which only what is written is touched."""
+    step, device = STEPS["two-requests"], device_of(implementation)
+    far = 1_250_000 - step.sizes.resident
+    sizes = dataclasses.replace(step.sizes, resident=1_250_000)
+    step = dataclasses.replace(step, sizes=sizes, starts=[start + far for start in step.starts])
+    records = layer_records(step, 528, 10)
+    plan = poisoned_plan(step, device)
+    torch.ops.torch_sparse_mla.c4_plan_gather(*step.plan_args(0, plan, device))
+    resident = torch.empty(4 * 1_250_000, 528, dtype=torch.uint8, device=device)
+    op(step.transit(records, 528).to(device), plan, resident, *step.remap_args()[:4])
+    new = {key: place for key, place in step.places().items() if key[1] >= step.known[key[0]]}
+    assert max(new.values()) * 528 > 2**31
+    for (request, token), place in new.items():
+        assert torch.equal(resident[place].cpu(), records[request][token])
+
+
 def test_public_function(device):
     step = STEPS["second-chunk"]
     records = layer_records(step, 48, 5)

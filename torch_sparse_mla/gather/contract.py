@@ -296,7 +296,7 @@ def _check_plan_data(
         )
     blocks = torch.arange(block_table.shape[1], device=lengths.device)
     used = blocks * sizes.page_size * sizes.world < given[:, None]
-    bad = used & ((block_table < 0) | (block_table >= page_limit(sizes.page_size)))
+    bad = used & ((block_table < 0) | (block_table.long() >= page_limit(sizes.page_size)))
     reject_first_row(op, "block_table", bad, block_table, "a page number, where the request has tokens")
 
 
