@@ -86,7 +86,8 @@ def c4_prefill_gather(
     """Bring every rank's visible records of one layer together; an all-gather of packed records.
 
     Each rank packs its records straight into its own slice of `gathered`; rows from a slice's total up to its padded
-    size are zero. What lies behind `world * padded` records stays as it is.
+    size are zero. What lies behind `world * padded` records stays as it is. By a plan of the incremental form only new
+    records travel, in slices of exact size, one behind the other: `c4_place_records` puts them where they stay.
 
     Args:
         cache: [pages, page_size, record_bytes] uint8, this rank's part, the chunk's own records written already; page
