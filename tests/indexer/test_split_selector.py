@@ -260,7 +260,12 @@ def test_refuses_what_does_not_fit():
         selector.select(q[:1], weights, requests, positions)
     with expect_rejection("SplitSelector", "positions", "2, the rows of the plan"):
         selector.select(q, weights, requests, positions[:1])
+    # What is refused after the keys have come may be called again.
+    with expect_rejection("c4_select", "weights", "dtype float32"):
+        selector.select(q, weights.double(), requests, positions)
     selector.select(q, weights, requests, positions)
+    with expect_rejection("c4_merge_pools", "topk", "rows, 4 * pools + 3"):
+        selector.receive(torch.zeros(2, 5, dtype=torch.int32))
     assert_same([selector.receive()], merged(cases, "cpu"))
     selector.close()
     with expect_rejection("SplitSelector", "split", "those of the group's 2 ranks"):

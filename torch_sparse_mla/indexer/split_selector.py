@@ -74,6 +74,8 @@ class SplitSelector:
         self._workspace = self._bytes(c4_select_workspace_bytes(share, split.num_pools, split.lists))
         self._row_table = torch.arange(share, dtype=torch.int32, device=self.device).view(1, -1)
         self._next, self._closed = (PLAN,), False
+        # The records of the gather that was started and not waited for.
+        self._under_way: torch.Tensor | None = None
         # What else would be compiled at the first chunk.
         warmup_c4_indexer(self._pools(), heads=heads, num_pools=split.num_pools, **self._geometry)
         self.plan([1], [1], self._row_table[:, :1])
@@ -123,7 +125,7 @@ class SplitSelector:
         check_dtype(_OP, "pools", pools, (self.split.dtype,))
         pages = pools.view(torch.uint8).flatten(1).unflatten(1, (-1, self.split.page_bytes))
         c4_prefill_gather_start(pages, *self._gather(0, self._pages))
-        self._sent, self._next = pages, (SELECT,)
+        self._under_way, self._next = pages, (SELECT,)
 
     def select(
         self, q: torch.Tensor, weights: torch.Tensor, row_requests: torch.Tensor, positions: torch.Tensor
@@ -135,12 +137,13 @@ class SplitSelector:
                 `i % world`; of the others positions alone are read, which say how long each row's tail is.
         """
         self._enter(SELECT)
-        for name, tensor in (("q", q), ("row_requests", row_requests), ("positions", positions)):
+        given = {"q": q, "weights": weights, "row_requests": row_requests, "positions": positions}
+        for name, tensor in given.items():
             if len(tensor) != self._rows:
                 reject(_OP, name, f"{len(tensor)} rows", f"{self._rows}, the rows of the plan")
         split = self.split
-        c4_prefill_gather_wait(self._sent, *self._gather(0, self._pages))
-        own = [tensor[self.rank :: split.world].contiguous() for tensor in (q, weights, row_requests, positions)]
+        self._await(0, self._pages)
+        own = [tensor[self.rank :: split.world].contiguous() for tensor in given.values()]
         count = len(own[0])
         shape = (split.world * split.lists, count, split.num_pools)
         candidates = self._candidates[: math.prod(shape)].view(shape)
@@ -159,7 +162,8 @@ class SplitSelector:
             )
         # What lies behind them in the share belongs to no row.
         self._own.view(torch.int32)[:count] = pools_of_lists(*c4_merge_pools(candidates, own[3]))
-        c4_prefill_gather_start(self._own.unsqueeze(1), *self._gather(1, self._numbers))
+        self._under_way = self._own.unsqueeze(1)
+        c4_prefill_gather_start(self._under_way, *self._gather(1, self._numbers))
         self._positions, self._next = positions, (RECEIVE,)
 
     def receive(
@@ -172,12 +176,13 @@ class SplitSelector:
         Returns: (topk, counts): what `c4_merge_pools` makes of the candidates of all ranks, bit for bit.
         """
         self._enter(RECEIVE)
-        c4_prefill_gather_wait(self._own.unsqueeze(1), *self._gather(1, self._numbers))
+        self._await(1, self._numbers)
         split, share = self.split, self.split.share(self._rows)
         numbers = self._numbers.view(torch.int32)[: split.world * share].view(split.world, share, split.num_pools)
         numbers = numbers.transpose(0, 1).flatten(0, 1)[: self._rows]
+        merged = c4_merge_pools(ranked_candidates(numbers).unsqueeze(0), self._positions, topk=topk, counts=counts)
         self._next = (SEND, PLAN)
-        return c4_merge_pools(ranked_candidates(numbers).unsqueeze(0), self._positions, topk=topk, counts=counts)
+        return merged
 
     def close(self) -> None:
         """Close the channels. A second close does nothing. Ranks: all."""
@@ -194,6 +199,12 @@ class SplitSelector:
     def _gather(self, which: int, gathered: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, Channel]:
         channel = self._channels[which]
         return self._plans[which], gathered, channel.state, channel
+
+    def _await(self, which: int, gathered: torch.Tensor) -> None:
+        """Once: a call that refused an argument afterwards may be made again."""
+        if self._under_way is not None:
+            c4_prefill_gather_wait(self._under_way, *self._gather(which, gathered))
+            self._under_way = None
 
     def _bytes(self, *shape: int) -> torch.Tensor:
         return torch.empty(shape, dtype=torch.uint8, device=self.device)
