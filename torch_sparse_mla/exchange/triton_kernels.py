@@ -88,9 +88,9 @@ def interpreted() -> bool:
 
 
 def aot_configurations(capability: int) -> AotConfigurations:
-    """The widths of the record layouts, in 16-byte vectors, and one width in bytes; widths of partial results."""
+    """Widths of record layouts and of index pages in 16-byte vectors, and one width in bytes; of partial results."""
     pointers = ["cache", "workspace"]
-    for record_bytes, unit in ((304, 4), (368, 4), (432, 4), (656, 4), (1152, 4), (64, 4), (4, 1), (37, 1)):
+    for record_bytes, unit in ((304, 4), (368, 4), (432, 4), (656, 4), (1152, 4), (8448, 4), (64, 4), (4, 1), (37, 1)):
         alignment = ":16" if unit == 4 else ""
         layers = {f"{name}_{layer}": f"*u8{alignment}" for name in pointers for layer in range(LAYERS_PER_LAUNCH)}
         record, rows, columns = tile(record_bytes, unit)
