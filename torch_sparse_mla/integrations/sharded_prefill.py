@@ -7,8 +7,9 @@
 
 Sequences of different lengths share a forward: their rows are packed, which nothing but attention notices. Transformers
 keeps projections, norms, experts, hyper-connections and linear attention, request by request; records, pooled index
-keys, selection and attention over W ranks are this package's (see prefill_ranks). Nothing of a model's `forward` is
-copied: while a client is open, modules have subclasses of their classes. Inference only; needs Transformers 5.24.
+keys, selection and attention over W ranks are this package's (see prefill_ranks). While a client is open, modules have
+subclasses of their classes, of which the indexer's alone restates something: how its projections are called. Inference
+only; needs Transformers 5.24.
 """
 
 import copy
