@@ -182,7 +182,7 @@ def _check_host(
 
 def _on_device(values: list[int], device: torch.device) -> torch.Tensor:
     """A copy that the host does not wait for: pinned memory is kept until the copy is done."""
-    tensor = torch.tensor(values, dtype=torch.int32)
+    tensor = torch.tensor(values, dtype=torch.int32, device="cpu")
     return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor.to(device)
 
 

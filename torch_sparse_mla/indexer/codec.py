@@ -19,7 +19,7 @@ _LEAST_SCALE = 2.0**-126
 
 @functools.cache
 def _hadamard_matrix(device: torch.device) -> torch.Tensor:
-    matrix = torch.ones(1, 1, device=device)
+    matrix = torch.ones(1, 1, dtype=torch.float32, device=device)
     while len(matrix) < HEAD_DIM:
         matrix = torch.cat([torch.cat([matrix, matrix], 1), torch.cat([matrix, -matrix], 1)])
     return matrix
@@ -27,7 +27,9 @@ def _hadamard_matrix(device: torch.device) -> torch.Tensor:
 
 def hadamard(values: torch.Tensor) -> torch.Tensor:
     """bfloat16 [..., 128] through the 128-point Hadamard transform / sqrt(128); sums in float32, result bfloat16."""
-    return (values.float() @ _hadamard_matrix(values.device) / math.sqrt(HEAD_DIM)).bfloat16()
+    # Autocast would round the sums to its own type on the way.
+    with torch.autocast(values.device.type, enabled=False):
+        return (values.float() @ _hadamard_matrix(values.device) / math.sqrt(HEAD_DIM)).bfloat16()
 
 
 def quantise(values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
