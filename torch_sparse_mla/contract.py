@@ -85,9 +85,12 @@ def is_fake(tensor: torch.Tensor) -> bool:
 
 
 def check_no_overlap(op: str, outputs: dict[str, torch.Tensor | None], inputs: dict[str, torch.Tensor | None]) -> None:
-    """Refuse an output whose memory range meets that of an input or of another output."""
+    """Refuse an output whose memory range meets that of an input or another output, and any tensor without memory."""
     written = [(name, _memory_range(tensor)) for name, tensor in outputs.items() if tensor is not None]
     read = [(name, _memory_range(tensor)) for name, tensor in inputs.items() if tensor is not None]
+    for name, (begin, end) in read + written:
+        if begin == 0 and end > 0:
+            reject(op, name, "a tensor whose memory was freed", "a tensor with memory")
     for position, (name, (begin, end)) in enumerate(written):
         for other, (other_begin, other_end) in read + written[:position]:
             if begin < other_end and other_begin < end:

@@ -181,6 +181,16 @@ def test_rejects(implementation, argument, change, allowed):
 
 
 @every_implementation
+@pytest.mark.parametrize("argument", ["q", "cache", "indices", "lengths", "sink", "out", "lse", "workspace"])
+def test_rejects_freed_memory(implementation, argument):
+    """As a sharded optimiser or a sleeping engine frees it: sizes stay, the storage goes."""
+    case = small_case().to(device_of(implementation))
+    getattr(case, argument).untyped_storage().resize_(0)
+    with expect_rejection("sparse_ckv_decode", argument, "a tensor with memory"):
+        call(implementation, "sparse_ckv_decode", case.args())
+
+
+@every_implementation
 @pytest.mark.parametrize("argument", ["cache", "indices", "lengths", "sink", "out", "lse", "workspace"])
 def test_rejects_tensors_of_two_devices(implementation, argument):
     case = small_case().to(device_of(implementation))

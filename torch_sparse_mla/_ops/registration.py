@@ -90,7 +90,10 @@ def explain(op: str, device: str | torch.device = "cpu") -> dict[str, str]:
     """
     if op not in OPS:
         raise ValueError(f"torch_sparse_mla.explain: op: got {op!r}; allowed: one of {', '.join(OPS)}")
-    device_type = torch.device(device).type
+    try:
+        device_type = torch.device(device).type
+    except (RuntimeError, TypeError):
+        device_type = device
     if device_type == "cpu":
         kernel, why = _explain_cpu(OPS[op])
     elif device_type == "cuda":

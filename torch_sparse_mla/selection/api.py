@@ -3,7 +3,7 @@
 import torch
 
 from .. import _ops  # noqa: F401  (registers the operators)
-from ..contract import check_dtype, check_same_device, check_shape, reject
+from ..contract import check_contiguous, check_dtype, check_same_device, check_shape, reject
 from .plan import SelectionPlan
 
 
@@ -137,7 +137,11 @@ def current_token_slots(
     rows = topk.shape[0]
     if rows > selection.requests * rows_per_request:
         reject(name, "topk", f"{rows} rows", f"up to {selection.requests} requests of {rows_per_request} rows")
+    check_contiguous(name, "topk", topk)
     check_shape(name, "lengths", lengths, (rows,), "rows")
+    check_dtype(name, "plan", plan, (torch.int32,))
+    if plan.dim() != 1 or plan.numel() < selection.words:
+        reject(name, "plan", f"shape {list(plan.shape)}", f"a plan buffer of {selection.words} words or more")
     entries = rows_per_request * selection.topk
     remap = selection.remap(plan)[:rows].view(-1, 1, entries)
     # The position of a padded row is negative, and so is the remap of every negative entry.
