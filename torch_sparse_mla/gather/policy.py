@@ -13,7 +13,7 @@ from ..contract import check_layout
 from ..errors import reject
 from ..records.layouts import LATENT_DIM
 from .geometry import PageGeometry
-from .plan import GatherPlan
+from .plan import GatherPlan, checked_lengths
 
 GATHER, ORDINARY = "gather", "ordinary"
 REASONS = {
@@ -47,9 +47,10 @@ class GatherCosts:
 
     def __post_init__(self) -> None:
         for field in fields(self):
+            value = getattr(self, field.name)
             # Written so that NaN fails.
-            if not 0 <= getattr(self, field.name) < float("inf"):
-                reject("GatherCosts", field.name, getattr(self, field.name), "finite, 0 or more")
+            if not isinstance(value, int | float) or not 0 <= value < float("inf"):
+                reject("GatherCosts", field.name, repr(value), "finite, 0 or more")
 
 
 class GatherChoice(NamedTuple):
@@ -121,9 +122,11 @@ class GatherPolicy:
             new_lengths: query rows of each request.
             num_decode_tokens: of the whole batch, MTP verification included; the gather is for pure prefill.
             capturing: whether a CUDA graph is being captured.
-        Raises: ValueError for lengths that cannot be. The choice is counted under its reason.
+        Raises: ValueError for numbers that cannot be. The choice is counted under its reason.
         """
-        _check_lengths(lengths, new_lengths)
+        lengths, new_lengths = checked_lengths("GatherPolicy", lengths, new_lengths)
+        if not isinstance(num_decode_tokens, int) or num_decode_tokens < 0:
+            reject("GatherPolicy", "num_decode_tokens", repr(num_decode_tokens), "an integer, 0 or more")
         self.last = self._choose(lengths, sum(new_lengths), num_decode_tokens, capturing)
         self.counts[self.last.reason] += 1
         return self.last
@@ -182,13 +185,3 @@ def ordinary_bytes(rows: int, heads: int, query_dim: int, world: int) -> int:
     """Bytes that a rank receives in ordinary DCP: the peers' query heads in bf16, then partial outputs and LSEs."""
     per_head = _BFLOAT16_BYTES * (query_dim + LATENT_DIM) + _LSE_BYTES
     return rows * (world - 1) * (heads // world) * per_head
-
-
-def _check_lengths(lengths: Sequence[int], new_lengths: Sequence[int]) -> None:
-    if len(lengths) != len(new_lengths):
-        allowed = f"{len(lengths)} requests, as many as 'lengths'"
-        reject("GatherPolicy", "new_lengths", f"{len(new_lengths)} requests", allowed)
-    for request, (length, new) in enumerate(zip(lengths, new_lengths, strict=True)):
-        if not 0 <= new <= length:
-            allowed = f"from 0 to the request's length {length} (cached and new tokens together)"
-            reject("GatherPolicy", "new_lengths", f"{new} in request {request}", allowed)
