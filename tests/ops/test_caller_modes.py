@@ -4,6 +4,8 @@ import contextlib
 
 import pytest
 import torch
+from torch._subclasses import FakeTensorMode
+from torch.fx.experimental.proxy_tensor import make_fx
 
 import torch_sparse_mla as tsm
 
@@ -46,7 +48,7 @@ def ints(*values: int) -> torch.Tensor:
 
 def index(inputs: dict) -> list[torch.Tensor]:
     """Pooled keys, lists of the best pools, and the warm-up, in the serving form."""
-    tsm.indexer.codec._hadamard_matrix.cache_clear()
+    tsm.indexer.codec._kept_hadamard_matrix.cache_clear()
     ring = torch.zeros(1, 8, 2, 128, dtype=torch.bfloat16, device="cpu")
     pools = torch.zeros(1, 8448, dtype=torch.uint8, device="cpu")
     table = ints(0).view(1, 1)
@@ -118,6 +120,18 @@ def make_inputs(generator: torch.Generator) -> dict:
         "topk": select(shape, lengths, generator),
         "lengths": lengths,
     }
+
+
+def test_queries_that_are_traced_first_leave_nothing_behind():
+    """The transform's matrix is kept for later calls: neither a fake one nor a real one among fakes."""
+    q, weights = torch.randn(2, 16, 128), torch.randn(2, 16)
+    expected = tsm.quantise_index_queries(q, weights)
+    tsm.indexer.codec._kept_hadamard_matrix.cache_clear()
+    with FakeTensorMode() as mode:
+        tsm.quantise_index_queries(mode.from_tensor(q), mode.from_tensor(weights))
+    for run in (tsm.quantise_index_queries, make_fx(tsm.quantise_index_queries, tracing_mode="symbolic")(q, weights)):
+        assert all(map(torch.equal, run(q, weights), expected))
+    assert tsm.quantise_index_queries(q.to("meta"), weights.to("meta"))[0].shape == q.shape
 
 
 @pytest.mark.parametrize("run", RUNS)

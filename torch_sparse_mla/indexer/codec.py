@@ -9,7 +9,7 @@ import math
 
 import torch
 
-from ..errors import reject
+from ..contract import is_fake, reject
 from ..records.layouts import E4M3_MAX
 from .pools import HEAD_DIM, INDEX_PAGE_BYTES, POOLS_PER_INDEX_PAGE
 
@@ -17,8 +17,22 @@ from .pools import HEAD_DIM, INDEX_PAGE_BYTES, POOLS_PER_INDEX_PAGE
 _LEAST_SCALE = 2.0**-126
 
 
+def _hadamard_matrix(values: torch.Tensor) -> torch.Tensor:
+    """The matrix for values of a device: one for all calls, but for what is traced, which must not meet a real one or
+    leave behind one of its own."""
+    if is_fake(values) or torch.compiler.is_compiling():
+        return _make_hadamard_matrix(values.device)
+    return _kept_hadamard_matrix(values.device)
+
+
 @functools.cache
-def _hadamard_matrix(device: torch.device) -> torch.Tensor:
+def _kept_hadamard_matrix(device: torch.device) -> torch.Tensor:
+    # A later call may be outside of inference mode.
+    with torch.inference_mode(False):
+        return _make_hadamard_matrix(device)
+
+
+def _make_hadamard_matrix(device: torch.device) -> torch.Tensor:
     matrix = torch.ones(1, 1, dtype=torch.float32, device=device)
     while len(matrix) < HEAD_DIM:
         matrix = torch.cat([torch.cat([matrix, matrix], 1), torch.cat([matrix, -matrix], 1)])
@@ -28,8 +42,8 @@ def _hadamard_matrix(device: torch.device) -> torch.Tensor:
 def hadamard(values: torch.Tensor) -> torch.Tensor:
     """bfloat16 [..., 128] through the 128-point Hadamard transform / sqrt(128); sums in float32, result bfloat16."""
     # Autocast would round the sums to its own type on the way.
-    with torch.autocast(values.device.type, enabled=False):
-        return (values.float() @ _hadamard_matrix(values.device) / math.sqrt(HEAD_DIM)).bfloat16()
+    with torch.autocast("cuda" if values.is_cuda else "cpu", enabled=False):
+        return (values.float() @ _hadamard_matrix(values) / math.sqrt(HEAD_DIM)).bfloat16()
 
 
 def quantise(values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
