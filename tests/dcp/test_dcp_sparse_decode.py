@@ -71,6 +71,17 @@ def test_many_rows_few_requests_and_owners_of_nothing(strategy, generator):
 
 
 @every_strategy
+def test_a_page_that_the_cache_lacks_is_absent(strategy, generator):
+    """One rank, whose block table means the same as the unsharded cache's."""
+    model = Model(Shape(world=1), generator)
+    fill_context(model)
+    model.block_table[0, 0] = len(model.whole[0]) + 3
+    ranks = make_ranks(model.shape, strategy)
+    check(model, ranks, steps=2)
+    close(ranks)
+
+
+@every_strategy
 def test_nothing_selected_gives_zeros(strategy, generator):
     model = Model(Shape(), generator)
     fill_context(model)

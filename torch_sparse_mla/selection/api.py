@@ -16,6 +16,7 @@ def plan_selection(
     interleave: int,
     rank: int,
     plan: torch.Tensor | None = None,
+    pages: int | None = None,
 ) -> torch.Tensor:
     """Which records a DCP group must bring together for the rows' top-k lists, in which order, and who holds them.
 
@@ -25,12 +26,14 @@ def plan_selection(
 
     Args:
         topk: [requests * rows_per_request, K] int32 global positions within the request, contiguous; -1 anywhere is
-            absent. A position that names no record (beyond the block table, or on a page of it that is negative) counts
-            as absent as well (checked mode, `TORCH_SPARSE_MLA_CHECK=1`, raises and names the row).
+            absent. A position that names no record (beyond the block table, or on a page of it that is negative or
+            beyond `pages`) counts as absent as well (checked mode, `TORCH_SPARSE_MLA_CHECK=1`, raises and names the
+            row).
         block_table: [requests, blocks] int32 page numbers, the same on every rank; row stride free.
         selection: the reserved sizes. Requests and rows per request of the call may be fewer.
         page_size, interleave, rank: the DCP geometry, with `selection.world`; see `torch_sparse_mla.sharding`.
         plan: [selection.words] int32 or more, 16-byte aligned; its views are overwritten. Allocated when None.
+        pages: of every rank's cache, so that what a cache lacks is not in the plan; None: not known.
     Returns: plan. Look into it by `selection.remap(plan)`, `.owner_offsets(plan)`, `.owned_slots(plan)`,
         `.counts(plan)`.
     Raises: ValueError for an argument that does not fit, among them more rows or requests than reserved. Nothing is
@@ -58,6 +61,7 @@ def plan_selection(
         selection.world,
         selection.requests,
         selection.rows_per_request,
+        pages,
     )
     return plan
 
