@@ -118,8 +118,8 @@ def c4_select(
     if q.dim() != 3:
         reject("c4_select", "q", f"shape {list(q.shape)}", "shape [rows, heads, 128]")
     for name, value in (("num_pools", num_pools), ("lists", lists)):
-        if value < 1:
-            reject("c4_select", name, value, "1 or more")
+        if not isinstance(value, int | torch.SymInt) or value < 1:
+            reject("c4_select", name, repr(value), "an integer, 1 or more")
     rows = q.shape[0]
     if candidates is None:
         candidates = torch.empty(lists, rows, num_pools, dtype=torch.int64, device=q.device)

@@ -68,14 +68,14 @@ def quantise_index_queries(q: torch.Tensor, weights: torch.Tensor) -> tuple[torc
         `(heads * 128) ** -0.5`).
     Raises: ValueError for shapes that do not fit.
     """
-    _check_queries(q, weights)
+    _check_queries("quantise_index_queries", q, weights)
     codes, scale = quantise(hadamard(q.bfloat16()))
     return codes, weights.float() * scale * (q.shape[1] * HEAD_DIM) ** -0.5
 
 
 def exact_index_queries(q: torch.Tensor, weights: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """The same for pools in the exact form: queries as they are, weights with their factor."""
-    _check_queries(q, weights)
+    _check_queries("exact_index_queries", q, weights)
     return q.contiguous(), weights.float() * (q.shape[1] * HEAD_DIM) ** -0.5
 
 
@@ -89,9 +89,9 @@ def decode_index_page(page: torch.Tensor) -> torch.Tensor:
     return codes.unflatten(-1, (POOLS_PER_INDEX_PAGE, HEAD_DIM)) * scales.unsqueeze(-1)
 
 
-def _check_queries(q: torch.Tensor, weights: torch.Tensor) -> None:
+def _check_queries(function: str, q: torch.Tensor, weights: torch.Tensor) -> None:
     if q.dim() != 3 or q.shape[2] != HEAD_DIM or not q.is_floating_point():
-        reject("quantise_index_queries", "q", f"{q.dtype} {list(q.shape)}", "floating point [rows, heads, 128]")
+        reject(function, "q", f"{q.dtype} {list(q.shape)}", "floating point [rows, heads, 128]")
     if weights.shape != q.shape[:2]:
         allowed = f"shape [rows, heads] = {list(q.shape[:2])}"
-        reject("quantise_index_queries", "weights", f"shape {list(weights.shape)}", allowed)
+        reject(function, "weights", f"shape {list(weights.shape)}", allowed)
