@@ -3,6 +3,7 @@
 import os
 
 import torch
+from torch.autograd import forward_ad
 
 from .errors import reject as reject
 from .records.layouts import LAYOUTS, RecordLayout
@@ -77,6 +78,11 @@ def refuse_gradients(op: str, **tensors: torch.Tensor | None) -> None:
         for name, tensor in tensors.items():
             if tensor is not None and tensor.requires_grad:
                 reject(op, name, "a tensor that requires a gradient", "torch.no_grad(), or a detached tensor")
+    # Forward mode, where it is under way.
+    if forward_ad._current_level >= 0:
+        for name, tensor in tensors.items():
+            if tensor is not None and forward_ad.unpack_dual(tensor).tangent is not None:
+                reject(op, name, "a tensor that carries a tangent", "a tensor outside of forward-mode differentiation")
 
 
 def is_fake(tensor: torch.Tensor) -> bool:
