@@ -126,6 +126,8 @@ def test_explain_says_what_auto_would_have_done():
         ({"dtype": torch.int8}, r"'dtype': got torch.int8"),
         ({"softmax_scale": 0.0}, r"'softmax_scale'"),
         ({"softmax_scale": None}, r"'softmax_scale': got None"),
+        ({"costs": {"hop_us": 1.0}}, r"'costs': got .*; allowed: None or LinkCosts"),
+        ({"peers": 3}, r"'peers': got 3; allowed: None or PeerCaches"),
         ({"interleave": 3}, r"page_size, interleave: got 8, 3"),
     ],
 )

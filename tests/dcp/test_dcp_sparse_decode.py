@@ -332,6 +332,14 @@ def test_peer_read_reads_slices_of_caches_made_for_it(generator):
     close(ranks)
 
 
+@pytest.mark.parametrize("pages", [-1, 1.5])
+def test_peer_caches_refuse_numbers_of_pages(pages):
+    ranks = make_ranks(Shape(world=1), "peer_read")
+    with pytest.raises(ValueError, match=f"PeerCaches: argument 'pages': got {pages}; allowed: an integer, 0 or more"):
+        ranks[0].empty_cache(pages)
+    close(ranks)
+
+
 def test_peer_caches_must_have_one_shape(generator):
     ranks = make_ranks(Shape(world=2), "peer_read")
     ranks[0].empty_cache(3)

@@ -105,6 +105,9 @@ class DcpSparseDecode:
         self.device = ranks.device(device)
         self.why_no_peers = why_no_peers(ranks, self.device, transport)
         check_strategy(strategy, self.why_no_peers)
+        for argument, value, kind in (("costs", costs, LinkCosts), ("peers", peers, PeerCaches)):
+            if value is not None and not isinstance(value, kind):
+                reject(OP, argument, repr(value), f"None or {kind.__name__}")
         counts = {"requests": requests, "rows_per_request": rows_per_request, "heads": heads, "topk": topk}
         record_layout = check_static(layout, dtype, {**counts, "shared_layers": shared_layers}, softmax_scale)
         sharding.check_geometry(page_size, ranks.rank, ranks.world, interleave)
