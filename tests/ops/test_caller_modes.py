@@ -77,16 +77,20 @@ def gather(inputs: dict) -> list[torch.Tensor]:
 
 def decode_step(inputs: dict, strategy: str) -> list[torch.Tensor]:
     """A Full layer on two ranks, channels and plans included."""
-    model, q, topk, lengths = inputs["model"], inputs["model_q"], inputs["topk"], inputs["lengths"]
-    ranks = make_ranks(model.shape, strategy)
-    parts = q.chunk(model.shape.world, 1)
+    ranks = make_ranks(inputs["model"].shape, strategy)
+    results = full_layer(inputs, ranks)
+    close(ranks)
+    return results
+
+
+def full_layer(inputs: dict, ranks: list[tsm.DcpSparseDecode]) -> list[torch.Tensor]:
+    model, topk, lengths = inputs["model"], inputs["topk"], inputs["lengths"]
+    parts = inputs["model_q"].chunk(model.shape.world, 1)
     calls = [
         rank.full_steps(part.contiguous(), caches[0], topk, model.block_table, lengths)
         for rank, part, caches in zip(ranks, parts, model.caches, strict=True)
     ]
-    results = [tensor for result in tsm.run_loopback(calls) for tensor in result]
-    close(ranks)
-    return results
+    return [tensor for result in tsm.run_loopback(calls) for tensor in result]
 
 
 RUNS = {
@@ -120,6 +124,31 @@ def make_inputs(generator: torch.Generator) -> dict:
         "topk": select(shape, lengths, generator),
         "lengths": lengths,
     }
+
+
+def test_operators_record_nothing_for_autograd():
+    """Else a buffer that is written in every step would hold on to all steps before."""
+    parts = torch.randn(2, 4, 3, 512, requires_grad=True)
+    lse = torch.randn(2, 4, 3, requires_grad=True)
+    expected = tsm.merge_partial_attention(parts.detach(), lse.detach())
+    for required in (False, True):
+        results = [torch.zeros(4, 3, 512, requires_grad=required), torch.zeros(4, 3, requires_grad=required)]
+        for _ in range(2):
+            torch.ops.torch_sparse_mla.merge_partial_attention(parts, lse, None, *results)
+        assert all(result.is_leaf and result.requires_grad == required for result in results)
+        assert all(torch.equal(result.detach(), value) for result, value in zip(results, expected, strict=True))
+
+
+@pytest.mark.parametrize("made, used", [(torch.inference_mode, torch.no_grad), (torch.no_grad, torch.inference_mode)])
+def test_channels_outlive_the_mode_that_they_were_made_in(made, used, generator):
+    inputs = make_inputs(generator)
+    expected = decode_step(inputs, "exchange_bulk")
+    model = inputs["model"]
+    with made():
+        ranks = make_ranks(model.shape, "exchange_bulk")
+    with used():
+        assert all(map(torch.equal, full_layer(inputs, ranks), expected))
+    close(ranks)
 
 
 def test_queries_that_are_traced_first_leave_nothing_behind():

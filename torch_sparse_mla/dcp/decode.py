@@ -183,7 +183,9 @@ class DcpSparseDecode:
         if peers is not None and self.costs.attend_peers_us is None:
             self.not_considered["peer_read"] = "the costs that were given have no attend_peers_us"
         self.chosen = self._best().strategy if self.asked == "auto" else self.asked
-        self.strategy = open_strategy(self.chosen, self.name, self.rank, self.device, self.peers, bulk_flag)
+        # Its buffers are written by calls in inference mode and outside.
+        with torch.inference_mode(False):
+            self.strategy = open_strategy(self.chosen, self.name, self.rank, self.device, self.peers, bulk_flag)
         yield
         # For peer_read between processes, memory that peers can read, kept with the other caches until `close`.
         probe = None
