@@ -48,6 +48,9 @@ def plan_selection(
         reject("plan_selection", "block_table", f"shape {list(block_table.shape)}", "shape [requests, blocks]")
     if plan is None:
         plan = selection.empty(topk.device)
+    if not topk.shape[0]:
+        # Requests without any row are no different from those that the call does not bring.
+        block_table = block_table[:0]
     requests = block_table.shape[0]
     rows_per_request = topk.shape[0] // requests if requests else 1
     torch.ops.torch_sparse_mla.plan_selection(
