@@ -46,11 +46,8 @@ class CollectiveTransport:
         self.channel = channel
         self.group: dist.ProcessGroupGloo | None = None
         self.timeout = datetime.timedelta(seconds=channel.configuration.timeout_s)
-        sizes = channel.configuration
-        room = sizes.layers * sizes.capacity_records * sizes.record_bytes
-        self.room = {peer: torch.empty(room, dtype=torch.uint8, device="cpu") for peer in self._peers()}
         self.headers: dict[int, tuple[dist.Work, torch.Tensor]] = {}
-        self.payloads: dict[int, dist.Work] = {}
+        self.payloads: dict[int, tuple[dist.Work, torch.Tensor]] = {}
         self.sends: dict[int, list[tuple[dist.Work, torch.Tensor]]] = {}
         self.failure: ExchangeError | None = None
 
@@ -61,11 +58,15 @@ class CollectiveTransport:
         records = outgoing(call, places)
         place(call, places, records[self.channel.rank])
         header = torch.tensor([epoch, call.layers, plan_digest(call)])
+        sizes = self.channel.configuration
+        most = sizes.layers * sizes.capacity_records * sizes.record_bytes
         for peer in self._peers():
             payload = _as_message(records[peer])
             given = torch.zeros(HEADER_WORDS, dtype=torch.int64)
             self.headers[peer] = (self._meet(peer, epoch, self._receive, given, 0), given)
-            self.payloads[peer] = self._meet(peer, epoch, self._receive, self.room[peer], 1)
+            # Memory that no message reaches is never touched.
+            room = torch.empty(most, dtype=torch.uint8)
+            self.payloads[peer] = (self._meet(peer, epoch, self._receive, room, 1), room)
             self.sends[peer] = [
                 (self._meet(peer, epoch, self._send, header, 0), header),
                 (self._meet(peer, epoch, self._send, payload, 1), payload),
@@ -83,9 +84,9 @@ class CollectiveTransport:
             if int(header[2]) != plan_digest(call):
                 raise self._failed(ERRORS[OTHER_PLAN].format(peer=peer), epoch)
         record_bytes = self.channel.configuration.record_bytes
-        for peer, work in self.payloads.items():
+        for peer, (work, room) in self.payloads.items():
             self._complete(peer, epoch, work)
-            records = self.room[peer][: call.layers * len(places[peer]) * record_bytes]
+            records = room[: call.layers * len(places[peer]) * record_bytes]
             place(call, places[peer], records.view(call.layers, -1, record_bytes))
         for peer, sends in self.sends.items():
             for work, _ in sends:
@@ -101,7 +102,7 @@ class CollectiveTransport:
         if self.group is not None:
             self.group.abort()
         self.group = None
-        self.headers, self.payloads, self.sends, self.room = {}, {}, {}, {}
+        self.headers, self.payloads, self.sends = {}, {}, {}
 
     def _peers(self) -> list[int]:
         return [(self.channel.rank + step) % self.channel.world for step in range(1, self.channel.world)]
