@@ -135,6 +135,8 @@ def test_local_slots_of_nothing():
     ("page_size", "rank", "world", "interleave", "message"),
     [
         (16, 0, 0, 1, "rank, world: got 0, 0; allowed: 0 <= rank < world"),
+        ("16", 0, 2, 1, "page_size: got '16'; allowed: an integer"),
+        (16, 0, 2, 4.0, "interleave: got 4.0; allowed: an integer"),
         (16, 2, 2, 1, "rank, world: got 2, 2"),
         (16, -1, 2, 1, "rank, world: got -1, 2"),
         (16, 0, 2, 0, "page_size, interleave: got 16, 0; allowed: a page size that is a multiple"),

@@ -3,6 +3,7 @@
 import os
 
 import torch
+from torch.autograd import forward_ad
 
 from .errors import reject as reject
 from .records.layouts import LAYOUTS, RecordLayout
@@ -77,6 +78,11 @@ def refuse_gradients(op: str, **tensors: torch.Tensor | None) -> None:
         for name, tensor in tensors.items():
             if tensor is not None and tensor.requires_grad:
                 reject(op, name, "a tensor that requires a gradient", "torch.no_grad(), or a detached tensor")
+    # Forward mode, where it is under way.
+    if forward_ad._current_level >= 0:
+        for name, tensor in tensors.items():
+            if tensor is not None and forward_ad.unpack_dual(tensor).tangent is not None:
+                reject(op, name, "a tensor that carries a tangent", "a tensor outside of forward-mode differentiation")
 
 
 def is_fake(tensor: torch.Tensor) -> bool:
@@ -85,9 +91,12 @@ def is_fake(tensor: torch.Tensor) -> bool:
 
 
 def check_no_overlap(op: str, outputs: dict[str, torch.Tensor | None], inputs: dict[str, torch.Tensor | None]) -> None:
-    """Refuse an output whose memory range meets that of an input or of another output."""
+    """Refuse an output whose memory range meets that of an input or another output, and any tensor without memory."""
     written = [(name, _memory_range(tensor)) for name, tensor in outputs.items() if tensor is not None]
     read = [(name, _memory_range(tensor)) for name, tensor in inputs.items() if tensor is not None]
+    for name, (begin, end) in read + written:
+        if begin == 0 and end > 0:
+            reject(op, name, "a tensor whose memory was freed", "a tensor with memory")
     for position, (name, (begin, end)) in enumerate(written):
         for other, (other_begin, other_end) in read + written[:position]:
             if begin < other_end and other_begin < end:

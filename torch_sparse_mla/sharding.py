@@ -78,6 +78,10 @@ def local_slots(
 
 def check_geometry(page_size: int, rank: int, world: int, interleave: int) -> None:
     """Raise ValueError for a DCP geometry that cannot be."""
+    given = {"page_size": page_size, "rank": rank, "world": world, "interleave": interleave}
+    for name, value in given.items():
+        if not isinstance(value, int):
+            raise ValueError(f"torch_sparse_mla.sharding: {name}: got {value!r}; allowed: an integer")
     if world < 1 or not 0 <= rank < world:
         raise ValueError(f"torch_sparse_mla.sharding: rank, world: got {rank}, {world}; allowed: 0 <= rank < world")
     if interleave < 1 or page_size < 1 or page_size % interleave:

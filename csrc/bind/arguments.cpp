@@ -144,6 +144,13 @@ void Checks::no_overlap(std::initializer_list<const Argument*> outputs,
       reject(output.name, std::string("memory that overlaps '") + other.name + "'", "memory of its own");
     }
   };
+  for (const auto& arguments : {inputs, outputs}) {
+    for (const Argument* argument : arguments) {
+      if (argument->numel > 0 && !argument->data) {
+        reject(argument->name, "a tensor whose memory was freed", "a tensor with memory");
+      }
+    }
+  }
   for (const Argument* const* output = outputs.begin(); output != outputs.end(); ++output) {
     for (const Argument* input : inputs) refuse_overlap(**output, *input);
     for (const Argument* const* earlier = outputs.begin(); earlier != output; ++earlier) {

@@ -85,6 +85,7 @@ def test_bench_script_writes_a_results_file(tmp_path, monkeypatch):
         (["bench", "decode"], "invalid choice: 'decode'"),
         (["profile", "--device", "cpu", "--steps", "0"], "argument --steps: got 0; allowed: 1 or more"),
         (["profile", "--device", "cpu", "--topk", "64", "--context", "32"], "got 32; allowed: at least the top-k, 64"),
+        (["profile", "--out", __file__], f"argument --out: got '{__file__}'; allowed: a directory to write into"),
         (["profile", "--rows", "0"], "got '0'; allowed: an integer from 1"),
         (["profile", "--layout", "fp8"], "invalid choice: 'fp8'"),
     ],

@@ -125,6 +125,9 @@ def test_explain_says_what_auto_would_have_done():
         ({"shared_layers": -1}, r"'shared_layers': got -1"),
         ({"dtype": torch.int8}, r"'dtype': got torch.int8"),
         ({"softmax_scale": 0.0}, r"'softmax_scale'"),
+        ({"softmax_scale": None}, r"'softmax_scale': got None"),
+        ({"costs": {"hop_us": 1.0}}, r"'costs': got .*; allowed: None or LinkCosts"),
+        ({"peers": 3}, r"'peers': got 3; allowed: None or PeerCaches"),
         ({"interleave": 3}, r"page_size, interleave: got 8, 3"),
     ],
 )
@@ -135,7 +138,7 @@ def test_construction_refuses(options, message):
         make_rank(Shape(world=1), strategy, LoopbackGroup(1).rank(0), "refused", **options)
 
 
-@pytest.mark.parametrize("figure", [-1.0, float("nan"), float("inf")])
+@pytest.mark.parametrize("figure", [-1.0, float("nan"), float("inf"), "1", None])
 def test_costs_must_be_figures(figure):
     with pytest.raises(ValueError, match="'hop_us'"):
         LinkCosts(hop_us=figure, us_per_byte=0, attend_local_us=1, attend_owner_us=1)
@@ -153,11 +156,27 @@ def call(model, **changes):
     return arguments | changes
 
 
-@pytest.mark.parametrize("strategy", ["owner_merge", "exchange_bulk"])
+def overlapping(argument):
+    """Results over what is read."""
+
+    def change(model):
+        given = call(model)[argument]
+        flat = given.reshape(-1) if argument == "q" else model.caches[0].view(-1)[: 4 * 4 * 512 * 4].view(torch.float32)
+        return {argument: given} | {"out": flat[: 4 * 4 * 512].view(4, 4, 512)}
+
+    return change
+
+
+@pytest.mark.parametrize("strategy", ["owner_merge", "exchange_bulk", "peer_read"])
 @pytest.mark.parametrize(
     ("changes", "argument"),
     [
         ({"q": torch.zeros(4, 3, 576)}, "q"),
+        ({"q": torch.zeros(4, 576, 4).transpose(1, 2)}, "q"),
+        ({"q": torch.zeros(4, 4, 576, requires_grad=True)}, "q"),
+        (overlapping("q"), "out"),
+        (overlapping("cache"), "out"),
+        ({"lengths": torch.ones(8, dtype=torch.int32)[::2]}, "lengths"),
         ({"q": torch.zeros(4, 4, 576, dtype=torch.bfloat16)}, "q"),
         ({"cache": torch.zeros(4, 8, 432, dtype=torch.uint8)}, "cache"),
         ({"cache": torch.zeros(4, 16, 656, dtype=torch.uint8)}, "cache"),
@@ -177,6 +196,7 @@ def test_a_call_refuses_before_anything_is_sent(strategy, changes, argument, gen
     model = Model(Shape(world=1, requests=2), generator)
     ranks = make_ranks(model.shape, strategy)
     before = [channel.state.clone() for channel in ranks[0].channels]
+    changes = changes(model) if callable(changes) else changes
     with pytest.raises(ValueError, match=f"DcpSparseDecode: argument '{argument}'"):
         ranks[0].full_steps(**call(model, **changes))
     assert all(torch.equal(old, channel.state) for old, channel in zip(before, ranks[0].channels, strict=True))
@@ -192,6 +212,9 @@ def test_a_layer_fetched_ahead_needs_its_tokens(generator):
         ranks[0].shared(arguments["q"], model.caches[0][1], 0)
     with pytest.raises(ValueError, match="'rope': got None"):
         ranks[0].shared(arguments["q"], model.caches[0][1], 0, latent=torch.zeros(4, 512))
+    for latent, found in ((torch.zeros(4, 512).double(), "dtype"), (torch.zeros(4, 1024)[:, ::2], "strides")):
+        with pytest.raises(ValueError, match=f"DcpSparseDecode: argument 'latent': got {found}"):
+            ranks[0].shared_steps(arguments["q"], model.caches[0][1], 0, latent=latent, rope=torch.zeros(4, 64))
     close(ranks)
 
 
@@ -206,8 +229,10 @@ def test_order_of_calls(generator):
         ranks[0].full(**call(model))
     close(ranks)
     close(ranks)
-    with pytest.raises(ValueError, match="which is closed"):
-        ranks[0].full(**call(model))
+    assert ranks[0].explain()["strategy"] == "exchange"
+    for use in (lambda: ranks[0].full(**call(model)), ranks[0].warmup, ranks[0].fence, lambda: ranks[0].empty_cache(1)):
+        with pytest.raises(ValueError, match="which is closed"):
+            use()
 
 
 def test_peer_read_is_refused_where_nobody_could_read():

@@ -71,6 +71,17 @@ def test_many_rows_few_requests_and_owners_of_nothing(strategy, generator):
 
 
 @every_strategy
+def test_a_page_that_the_cache_lacks_is_absent(strategy, generator):
+    """One rank, whose block table means the same as the unsharded cache's."""
+    model = Model(Shape(world=1), generator)
+    fill_context(model)
+    model.block_table[0, 0] = len(model.whole[0]) + 3
+    ranks = make_ranks(model.shape, strategy)
+    check(model, ranks, steps=2)
+    close(ranks)
+
+
+@every_strategy
 def test_nothing_selected_gives_zeros(strategy, generator):
     model = Model(Shape(), generator)
     fill_context(model)
@@ -318,6 +329,14 @@ def test_peer_read_reads_slices_of_caches_made_for_it(generator):
     with pytest.raises(ValueError, match="'cache': got none from rank"):
         model.caches[0] = model.caches[0].clone()
         check(model, ranks, steps=1)
+    close(ranks)
+
+
+@pytest.mark.parametrize("pages", [-1, 1.5])
+def test_peer_caches_refuse_numbers_of_pages(pages):
+    ranks = make_ranks(Shape(world=1), "peer_read")
+    with pytest.raises(ValueError, match=f"PeerCaches: argument 'pages': got {pages}; allowed: an integer, 0 or more"):
+        ranks[0].empty_cache(pages)
     close(ranks)
 
 

@@ -181,6 +181,16 @@ def test_rejects(implementation, argument, change, allowed):
 
 
 @every_implementation
+@pytest.mark.parametrize("argument", ["q", "cache", "indices", "lengths", "sink", "out", "lse", "workspace"])
+def test_rejects_freed_memory(implementation, argument):
+    """As a sharded optimiser or a sleeping engine frees it: sizes stay, the storage goes."""
+    case = small_case().to(device_of(implementation))
+    getattr(case, argument).untyped_storage().resize_(0)
+    with expect_rejection("sparse_ckv_decode", argument, "a tensor with memory"):
+        call(implementation, "sparse_ckv_decode", case.args())
+
+
+@every_implementation
 @pytest.mark.parametrize("argument", ["cache", "indices", "lengths", "sink", "out", "lse", "workspace"])
 def test_rejects_tensors_of_two_devices(implementation, argument):
     case = small_case().to(device_of(implementation))
@@ -366,3 +376,16 @@ def test_public_function_rejects_wrong_numbers_of_dimensions_by_name():
     ):
         with pytest.raises(ValueError, match=f"argument '{argument}': got shape"):
             torch_sparse_mla.sparse_ckv_decode(q, cache, indices, softmax_scale=1.0, layout="fp8_mla_nope")
+
+
+def test_public_function_refuses_tangents():
+    """Forward mode too; what does not carry one may be attended to meanwhile."""
+    case = small_case()
+
+    def decode(q: torch.Tensor) -> torch.Tensor:
+        return torch_sparse_mla.sparse_ckv_decode(q, case.cache, case.indices, softmax_scale=1.0, layout=case.layout)[0]
+
+    with expect_rejection("sparse_ckv_decode", "q", "a tensor outside of forward-mode"):
+        torch.func.jvp(decode, (case.q,), (case.q,))
+    plain = torch.func.jvp(lambda x: (x * 2, decode(case.q)), (torch.ones(1),), (torch.ones(1),))[0][1]
+    torch.testing.assert_close(plain, decode(case.q), rtol=0, atol=0, equal_nan=True)

@@ -33,6 +33,20 @@ def test_matches_the_selection(worlds, generator):
     world.assert_arrived(step, layers=1)
 
 
+def test_needs_no_numpy(worlds, generator, monkeypatch):
+    """PyTorch does without it, and this package does not ask for it."""
+
+    def missing(tensor):
+        raise RuntimeError("Numpy is not available")
+
+    monkeypatch.setattr(torch.Tensor, "numpy", missing)
+    world = worlds(Shape())
+    step = make_step(world.shape, generator)
+    world.load(step)
+    on_threads(world, single)
+    world.assert_arrived(step, layers=1)
+
+
 def test_a_rank_alone_needs_no_peer(worlds, generator, device):
     world = worlds(Shape(world=1), device)
     step = make_step(world.shape, generator)

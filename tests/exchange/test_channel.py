@@ -50,6 +50,11 @@ def test_create_rejects_what_is_no_group():
         Channel.create(group=None, **SIZES)
     with pytest.raises(ValueError, match=r"LoopbackGroup: rank: got 2; allowed: 0 to 1"):
         LoopbackGroup(2).rank(2)
+    with pytest.raises(ValueError, match=r"LoopbackGroup: rank: got '0'; allowed: 0 to 1"):
+        LoopbackGroup(2).rank("0")
+    for device in ("meta", "gpu"):
+        with expect_rejection("LoopbackGroup", "device", "cpu or cuda"):
+            LoopbackGroup(2, device)
     with pytest.raises(ValueError, match=r"LoopbackGroup: world: got 0; allowed: 1 or more"):
         LoopbackGroup(0)
 

@@ -198,6 +198,13 @@ def test_rejects(implementation, change, argument, allowed):
     assert (slots == POISON).all() and (counts == POISON).all()
 
 
+def test_public_function_refuses_a_plan_of_other_sizes():
+    chunk = CHUNKS["two-requests-cached"]
+    other = dataclasses.replace(chunk.sizes, requests=chunk.sizes.requests + 4)
+    with expect_rejection(OP, "plan", f"words of {other}"):
+        torch_sparse_mla.c4_remap(random_topk(chunk, 11), make_plan(chunk), other)
+
+
 def test_rejects_outputs_that_overlap():
     chunk = CHUNKS["two-requests-cached"]
     topk, plan = random_topk(chunk, 11), make_plan(chunk)

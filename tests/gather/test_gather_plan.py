@@ -27,6 +27,12 @@ def test_causal_lengths_of_the_published_example():
     assert causal_lengths([], []) == []
 
 
+@pytest.mark.parametrize("lengths, new_lengths", [([5], [6]), ([5], [-1]), ([5], [1.0])])
+def test_causal_lengths_refuse_what_cannot_be(lengths, new_lengths):
+    with pytest.raises(ValueError, match="causal_lengths: argument 'new_lengths'"):
+        causal_lengths(lengths, new_lengths)
+
+
 def test_causal_lengths_need_both_of_each_request():
     with pytest.raises(ValueError):
         causal_lengths([5, 12], [2])

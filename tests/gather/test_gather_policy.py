@@ -1,6 +1,7 @@
 """`GatherPolicy`: what is gathered and what is not, each reason counted; and the cost gate."""
 
 import pytest
+import torch
 
 from torch_sparse_mla import GatherCosts, GatherPlan, GatherPolicy, PageGeometry, gather_capacity
 from torch_sparse_mla.gather.policy import ADMISSION_REASONS, FORM_REASONS, REASONS, gather_bytes, ordinary_bytes
@@ -100,15 +101,39 @@ def test_one_rank_moves_nothing_and_gathers():
     assert choice.gathers and choice.gather_bytes == choice.ordinary_bytes == 0
 
 
-@pytest.mark.parametrize("lengths, new_lengths", [([64], [65]), ([64], [-1]), ([64, 3], [64]), ([-1], [-1])], ids=str)
-def test_refuses_lengths_that_cannot_be(lengths, new_lengths):
+@pytest.mark.parametrize(
+    "lengths, new_lengths, argument",
+    [
+        ([64], [65], "new_lengths"),
+        ([64], [-1], "new_lengths"),
+        ([64, 3], [64], "new_lengths"),
+        ([-1], [-1], "lengths"),
+        ([64.5], [1], "lengths"),
+        ([64], ["1"], "new_lengths"),
+    ],
+    ids=str,
+)
+def test_refuses_lengths_that_cannot_be(lengths, new_lengths, argument):
     policy = make_policy()
-    with pytest.raises(ValueError, match="GatherPolicy: argument 'new_lengths'"):
+    with pytest.raises(ValueError, match=f"GatherPolicy: argument '{argument}'"):
         policy.choose(lengths, new_lengths, num_decode_tokens=0)
     assert not policy.counts
 
 
-@pytest.mark.parametrize("value", [-1.0, float("nan"), float("inf")])
+@pytest.mark.parametrize("tokens", [-1, None, 0.5])
+def test_refuses_numbers_of_decode_tokens(tokens):
+    with pytest.raises(ValueError, match="GatherPolicy: argument 'num_decode_tokens'"):
+        make_policy().choose([64], [1], num_decode_tokens=tokens)
+
+
+def test_lengths_may_be_integers_of_any_kind():
+    policy = make_policy()
+    expected = policy.choose([64, 9], [1, 2], num_decode_tokens=0)
+    choice = policy.choose(torch.tensor([64, 9]), (torch.tensor(1), 2), num_decode_tokens=0)
+    assert choice == expected and type(choice.gather_bytes) is int
+
+
+@pytest.mark.parametrize("value", [-1.0, float("nan"), float("inf"), "1", None])
 def test_refuses_costs_that_cannot_be(value):
     with pytest.raises(ValueError, match="GatherCosts: argument 'hop_us'"):
         GatherCosts(hop_us=value)

@@ -47,8 +47,10 @@ def test_every_operator_declares_its_support(op):
 def test_support_of_other_operators_is_theirs_to_declare():
     assert graph_support("aten::mm") == GraphSupport.ALWAYS
     assert graph_support("aten::mm", {"aten::mm": GraphSupport.NEVER}) == GraphSupport.NEVER
-    with pytest.raises(ValueError, match="op: got 'torch_sparse_mla::decode'; allowed: one of write_ckv_records"):
-        graph_support("torch_sparse_mla::decode")
+    for given in ("torch_sparse_mla::decode", "sparse_ckv_decode", "decode", ""):
+        allowed = "allowed: a qualified name; 'torch_sparse_mla::' and one of write_ckv_records"
+        with pytest.raises(ValueError, match=f"op: got '{given}'; {allowed}"):
+            graph_support(given)
 
 
 def test_the_least_support_counts():

@@ -140,7 +140,13 @@ def test_fixed_shapes_need_no_rows():
         ({"backend": "tvm"}, "backend: got 'tvm'; allowed: inductor, eager, none"),
         ({"backend": "none", "mode": "PIECEWISE"}, "backend: got 'none' with pieces; allowed: inductor or eager"),
         ({"rows": ("queries",)}, "rows: got 'queries'; allowed: parameters of fn: q, cache, indices"),
-        ({"rows": "q"}, "splitting_ops, rows: got a string"),
+        ({"rows": "q"}, "rows: got 'q'; allowed: a sequence of names"),
+        ({"splitting_ops": None}, "splitting_ops: got None; allowed: a sequence of names"),
+        ({"capture_sizes": 5}, "capture_sizes: got 5; allowed: at least one integer"),
+        ({"padding": {"lengths": None}}, "padding: got None for lengths; allowed: numbers"),
+        ({"padding": [("lengths", 0)]}, "padding: got .*; allowed: a dictionary"),
+        ({"supports": {"aten::mm": "never"}}, "supports: got 'never' for aten::mm; allowed: members of GraphSupport"),
+        ({"pool": 3}, "pool: got 3; allowed: None or a GraphPool"),
         ({"padding": {"cache": 0}}, "padding: got 'cache'; allowed: arguments that have rows: q, indices, lengths"),
         ({"padding": {"x": 0}}, "padding: got 'x'; allowed: parameters of fn"),
         ({"capture_sizes": (0,)}, r"capture_sizes: got \[0\]; allowed: at least one integer"),
@@ -166,6 +172,12 @@ def test_compile_refuses(options, message):
 def test_compile_refuses_functions(function, message):
     with pytest.raises(ValueError, match=message):
         torch_sparse_mla.compile(function)
+
+
+def test_a_module_is_called_by_the_parameters_of_its_forward():
+    step = torch_sparse_mla.compile(torch.nn.ReLU(), "NONE", (n for n in (2, 4)), rows=("input",), backend="eager")
+    assert_equal([step(torch.arange(-2.0, 2.0), num_rows=3)], [torch.zeros(3)])
+    assert step._sizes_for((torch.zeros(4),)) == (2, 4)
 
 
 def test_rows_need_a_tensor():

@@ -51,6 +51,26 @@ def test_write_skips_padded_requests_and_missing_pages():
     assert torch.equal(case.ring[0], poisoned(tuple(case.ring[0].shape), torch.float32))
 
 
+def test_write_of_positions_beyond_int32():
+    """Requests of one program and of several; what they would write lies before the ring, in the guard."""
+    case = write_case("fp32", (20, 20, 300), slots=8)
+    guarded = poisoned((6, 8, 2, 128), torch.float32)
+    case.ring = guarded[2:]
+    before = guarded.clone()
+    for start in (2**31 - 1, 2**31 - 20, -5):
+        arguments = case.args([(0, 20), (0, 20), (0, 300)], ring_rows=[0, 1, -1])
+        arguments[4][:2] = start
+        triton_kernels.c4_write_index_keys(*arguments)
+    assert torch.equal(guarded.view(torch.int32), before.view(torch.int32))
+    # As many tokens as there is room for, beside a request of several programs.
+    arguments = case.args([(0, 20), (0, 20), (0, 300)])
+    arguments[4][:2] = 2**31 - 21
+    triton_kernels.c4_write_index_keys(*arguments)
+    expected = torch.stack([case.keys[0][12:], case.gates[0][12:]], 1).roll((2**31 - 9) % 8, 0)
+    assert torch.equal(case.ring[0], expected)
+    assert torch.equal(guarded[:2].view(torch.int32), before[:2].view(torch.int32))
+
+
 @pytest.mark.parametrize("form", ["serving", "fp32"])
 @pytest.mark.parametrize("world, lists, num_pools", [(1, 1, 16), (2, 2, 40)])
 def test_select_matches_model(form, world, lists, num_pools):
@@ -114,6 +134,13 @@ def test_merge_matches_model(num_lists, num_pools):
     triton_kernels.c4_merge_pools(torch.tensor(rows), given, topk, counts)
     for row, position in enumerate(positions):
         assert (topk[row].tolist(), counts[row].item()) == expand([some[row] for some in lists], position, num_pools)
+
+
+def test_merge_of_a_list_given_twice():
+    once = torch.tensor([[[encode(3.0, 6), encode(1.0, 2), ABSENT]]])
+    topk, counts = poisoned((1, 15), torch.int32), poisoned((1,), torch.int32)
+    triton_kernels.c4_merge_pools(torch.cat([once, once]), torch.tensor([30], dtype=torch.int32), topk, counts)
+    assert topk[0].tolist() == [24, 25, 26, 27, 24, 25, 26, 27, 8, 9, 10, 11, 28, 29, 30]
 
 
 def test_merge_fills_wide_rows(monkeypatch):

@@ -50,6 +50,13 @@ def test_of_equal_scores_the_earlier_pool_comes_first_whichever_list_it_is_in(im
     assert topk == [[8, 9, 10, 11, 20, 21, 22, 23, -1, -1, -1]] and counts == [8]
 
 
+@every_implementation
+def test_a_list_given_twice_leaves_no_entry_unwritten(implementation):
+    once = as_candidates([[[(3.0, 6), (1.0, 2)]]], 3)
+    topk, counts = merged(implementation, torch.cat([once, once]), [30])
+    assert topk == [[24, 25, 26, 27, 24, 25, 26, 27, 8, 9, 10, 11, 28, 29, 30]] and counts == [15]
+
+
 @strategies.composite
 def candidate_lists(draw: strategies.DrawFn):
     """Lists of several ranks: few distinct scores, pools that no other list has, rows of any fill."""

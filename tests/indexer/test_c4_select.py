@@ -219,7 +219,13 @@ def test_public_function_allocates(device):
 
 @pytest.mark.parametrize(
     "options, argument",
-    [({"num_pools": 0}, "num_pools"), ({"lists": 0}, "lists"), ({"num_pools": 8, "given": True}, "candidates")],
+    [
+        ({"num_pools": 0}, "num_pools"),
+        ({"num_pools": 4.0}, "num_pools"),
+        ({"lists": 0}, "lists"),
+        ({"lists": "1"}, "lists"),
+        ({"num_pools": 8, "given": True}, "candidates"),
+    ],
 )
 def test_public_function_refuses_sizes_that_do_not_match(options, argument):
     arguments = select_case().args()
@@ -228,6 +234,13 @@ def test_public_function_refuses_sizes_that_do_not_match(options, argument):
         options["candidates"] = arguments[6]
     with expect_rejection(OP, argument, ""):
         torch_sparse_mla.c4_select(*arguments[:6], **options)
+
+
+@pytest.mark.parametrize("function", ["quantise_index_queries", "exact_index_queries"])
+def test_queries_that_do_not_fit_are_refused_by_the_function_asked(function):
+    for q, weights, argument in ((torch.zeros(2, 16, 64), (2, 16), "q"), (torch.zeros(2, 16, 128), (2, 15), "weights")):
+        with expect_rejection(function, argument, "shape" if argument == "weights" else "floating point"):
+            getattr(torch_sparse_mla, function)(q, torch.zeros(weights))
 
 
 @every_implementation

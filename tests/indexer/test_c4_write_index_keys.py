@@ -102,6 +102,19 @@ def test_a_padded_request_writes_nothing(implementation, bad):
 
 
 @every_implementation
+@pytest.mark.parametrize("start", [2**31 - 20, 2**31 - 1, -1])
+def test_positions_beyond_int32_write_nothing(implementation, start):
+    """Neither into the ring nor around it; a request with as many tokens before the limit is written."""
+    case = write_case("fp32", (20, 20, 20), device=device_of(implementation))
+    arguments = case.args([(0, 20)] * 3)
+    arguments[4][:2] = torch.tensor([2**31 - 21, start])
+    function = reference.c4_write_index_keys if implementation == "reference" else op
+    function(*arguments)
+    assert not is_poison(case.ring[0]) and is_poison(case.ring[1])
+    assert_close_key(case.stored(2, 4), case.pooled(2, 4), "fp32", "the last request")
+
+
+@every_implementation
 def test_requests_without_new_tokens_and_empty_calls(implementation):
     case = write_case("fp32", (20, 20), device=device_of(implementation))
     write(implementation, case, [(0, 0), (0, 18)])

@@ -138,8 +138,9 @@ def test_explain_without_a_gpu(monkeypatch):
 def test_explain_rejects_what_it_does_not_know():
     with pytest.raises(ValueError, match=r"explain: op: got 'decode'; allowed: one of .*sparse_ckv_decode"):
         torch_sparse_mla.explain("decode")
-    with pytest.raises(ValueError, match=r"explain: device: got 'meta'; allowed: cpu or cuda"):
-        torch_sparse_mla.explain("sparse_ckv_decode", "meta")
+    for device in ("meta", "gpu", "cpu:x"):
+        with pytest.raises(ValueError, match=rf"explain: device: got '{device}'; allowed: cpu or cuda"):
+            torch_sparse_mla.explain("sparse_ckv_decode", device)
 
 
 def run_python(source: str, **environment: str) -> subprocess.CompletedProcess:

@@ -203,6 +203,7 @@ def test_cuda_codec_gives_the_same_bytes(layout, generator):
         ((2, 512), (2, 64), "fp8_mla_nope", "'rope': got Tensor; allowed: None for layout fp8_mla_nope"),
         ((2, 512), None, "fp8_ds_mla", "'rope': got NoneType; allowed: a [..., 64] tensor for layout fp8_ds_mla"),
         ((2, 512), (2, 32), "fp8_ds_mla", "'rope': got shape [2, 32]; allowed: shape [..., 64]"),
+        ((2, 512), (3, 64), "fp8_ds_mla", "'rope': got shape [3, 64]; allowed: shape [2, 64], for as many tokens"),
     ],
 )
 def test_quantise_rejects(latent, rope, layout, message):

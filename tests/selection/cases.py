@@ -32,6 +32,7 @@ class PlanCase:
     world: int
     reserved_requests: int
     reserved_rows_per_request: int
+    pages: int | None = None
 
     def args(self) -> tuple:
         return tuple(getattr(self, field.name) for field in fields(self))
@@ -54,10 +55,12 @@ class PlanCase:
         return replace(self, plan=torch.full_like(self.plan, POISON))
 
     def expected(self) -> dict[str, list]:
-        selection = self.selection
+        selection, table = self.selection, self.block_table
+        if self.pages is not None:
+            table = torch.where(table < self.pages, table, -1)
         return plan_model.plan(
             self.topk.tolist(),
-            self.block_table.tolist(),
+            table.tolist(),
             *self.args()[3:8],
             selection.requests,
             selection.rows_per_request,
@@ -75,11 +78,12 @@ def make_case(
     world: int = 1,
     reserved_requests: int = 0,
     reserved_rows_per_request: int = 0,
+    pages: int | None = None,
 ) -> PlanCase:
     topk, block_table = (torch.as_tensor(values, dtype=torch.int32) for values in (topk, block_table))
     rows_per_request = len(topk) // len(block_table) if len(block_table) else 1
     geometry = (rows_per_request, page_size, interleave, rank, world, reserved_requests, reserved_rows_per_request)
-    case = PlanCase(topk, block_table, torch.empty(0, dtype=torch.int32), *geometry)
+    case = PlanCase(topk, block_table, torch.empty(0, dtype=torch.int32), *geometry, pages)
     return replace(case, plan=torch.full((case.selection.words,), POISON, dtype=torch.int32))
 
 
@@ -144,6 +148,7 @@ def cases(draw: strategies.DrawFn) -> PlanCase:
         world=world,
         reserved_requests=requests + number(0, 2),
         reserved_rows_per_request=draw(strategies.sampled_from((0, rows, 4))) or rows,
+        pages=draw(strategies.one_of(strategies.none(), strategies.integers(0, 50))),
     )
 
 

@@ -126,12 +126,15 @@ def test_compiles_whole():
         ({"lengths": lambda t: t.float()}, "lengths", "dtype int32 or int64"),
         ({"lengths": lambda t: t[:2]}, "lengths", "shape [rows] = [4]"),
         ({"rows_per_request": lambda _: 3}, "rows_per_request", "1 to the reserved 2"),
+        ({"topk": lambda t: t.repeat(1, 2)[:, ::2]}, "topk", "a contiguous tensor"),
+        ({"plan": lambda t: t.float()}, "plan", "dtype int32"),
+        ({"plan": lambda t: t[:-1]}, "plan", "a plan buffer of"),
     ],
 )
 def test_rejects(change, argument, allowed):
     case = random_case(3, requests=2, rows_per_request=2, topk=8, world=2, context=16)
-    arguments = {"topk": case.topk, "lengths": torch.tensor([1, 2, 3, 4]), "rows_per_request": 2}
+    arguments = {"topk": case.topk, "lengths": torch.tensor([1, 2, 3, 4]), "rows_per_request": 2, "plan": case.plan}
     for name, edit in change.items():
         arguments[name] = edit(arguments[name])
     with expect_rejection("current_token_slots", argument, allowed):
-        current_token_slots(**arguments, selection=SelectionPlan(2, 2, 8, 2), plan=case.plan)
+        current_token_slots(**arguments, selection=SelectionPlan(2, 2, 8, 2))

@@ -198,6 +198,16 @@ def test_public_function_allocates_and_derives_the_rows():
     assert_same_plan(case, given, plan)
 
 
+def test_public_function_takes_requests_without_a_row():
+    selection = SelectionPlan(requests=3, rows_per_request=4, topk=8, world=2)
+    plan = torch.full((selection.words,), POISON, dtype=torch.int32)
+    nothing = torch.empty(0, 8, dtype=torch.int32)
+    table = torch.zeros(2, 5, dtype=torch.int32)
+    torch_sparse_mla.plan_selection(nothing, table, selection, page_size=64, interleave=1, rank=0, plan=plan)
+    for view, value in ((selection.remap, -1), (selection.owned_slots, -1), (selection.counts, 0)):
+        assert (view(plan) == value).all()
+
+
 @pytest.mark.parametrize(
     "options",
     [

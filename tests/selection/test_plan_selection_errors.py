@@ -53,6 +53,7 @@ def device_of(implementation: str) -> str:
         ({"rank": 2}, "rank", "0 <= rank < world = 2"),
         ({"rank": -1}, "rank", "0 <= rank < world = 2"),
         ({"interleave": 0}, "interleave", "1 or more"),
+        ({"pages": -1}, "pages", "None, or 0 and up"),
         ({"interleave": 3}, "page_size", "a multiple of the interleave 3"),
         ({"page_size": 0}, "page_size", "a multiple of the interleave 4"),
         ({"page_size": 2**30}, "page_size", "page_size * world up to 2147483647"),

@@ -63,10 +63,12 @@ def test_sizes_of_the_documented_case():
 @pytest.mark.parametrize(
     "sizes, message",
     [
-        ((-1, 1, 1, 1), "requests: got -1; allowed: 0 or more"),
-        ((1, 0, 1, 1), "rows_per_request: got 0; allowed: 1 or more"),
-        ((1, 1, 0, 1), "topk: got 0; allowed: 1 or more"),
-        ((1, 1, 1, 0), "world: got 0; allowed: 1 or more"),
+        ((-1, 1, 1, 1), "requests: got -1; allowed: an integer, 0 or more"),
+        ((1, 0, 1, 1), "rows_per_request: got 0; allowed: an integer, 1 or more"),
+        ((1, 1, 0, 1), "topk: got 0; allowed: an integer, 1 or more"),
+        ((1, 1, 1, 0), "world: got 0; allowed: an integer, 1 or more"),
+        ((1.5, 1, 1, 1), "requests: got 1.5; allowed: an integer"),
+        ((1, None, 1, 1), "rows_per_request: got None; allowed: an integer"),
         ((30_000, 4, 2048, 4), "reserve fewer requests"),
     ],
 )

@@ -49,7 +49,8 @@ def _register_op(op: Op) -> None:
 
 def _register_kernels(op: Op) -> None:
     if not _has_kernel(op, "CPU"):
-        library.impl(op.name, op.reference, "CPU")
+        # Like a native kernel it records nothing for autograd, and writes what was made in inference mode or outside.
+        library.impl(op.name, torch.inference_mode()(op.reference), "CPU")
     # Whether there is a GPU is not asked here: the question starts the driver, which a later fork would not survive.
     if not torch.backends.cuda.is_built():
         return
@@ -90,7 +91,10 @@ def explain(op: str, device: str | torch.device = "cpu") -> dict[str, str]:
     """
     if op not in OPS:
         raise ValueError(f"torch_sparse_mla.explain: op: got {op!r}; allowed: one of {', '.join(OPS)}")
-    device_type = torch.device(device).type
+    try:
+        device_type = torch.device(device).type
+    except (RuntimeError, TypeError):
+        device_type = device
     if device_type == "cpu":
         kernel, why = _explain_cpu(OPS[op])
     elif device_type == "cuda":

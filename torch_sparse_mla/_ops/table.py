@@ -127,7 +127,8 @@ OPS: dict[str, Op] = {
             name="plan_selection",
             schema=(
                 "(Tensor topk, Tensor block_table, Tensor(a!) plan, int rows_per_request, int page_size, "
-                "int interleave, int rank, int world, int reserved_requests=0, int reserved_rows_per_request=0) -> ()"
+                "int interleave, int rank, int world, int reserved_requests=0, int reserved_rows_per_request=0, "
+                "int? pages=None) -> ()"
             ),
             reference=selection_reference.plan_selection,
             check=selection_contract.check_plan_selection,

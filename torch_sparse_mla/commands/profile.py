@@ -47,7 +47,10 @@ def run(options: argparse.Namespace) -> int:
     if options.out is not None:
         if importlib.util.find_spec("matplotlib") is None:
             options.parser.error("argument --out: pictures need matplotlib; run 'pip install matplotlib'")
-        options.out.mkdir(parents=True, exist_ok=True)
+        try:
+            options.out.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            options.parser.error(f"argument --out: got '{options.out}'; allowed: a directory to write into ({error})")
     step = DecodeStep(sizes, device)
     try:
         bandwidth = copy_bytes_per_us(device)

@@ -7,9 +7,12 @@ from ..contract import (
     check_cache,
     check_contiguous,
     check_dtype,
+    check_last_dim_contiguous,
     check_layout,
+    check_no_overlap,
     check_same_device,
     check_shape,
+    refuse_gradients,
     reject,
 )
 from ..decode.contract import MAX_HEADS, MAX_TOPK, compute_dtype
@@ -35,8 +38,8 @@ def check_static(layout: str, dtype: torch.dtype, sizes: dict[str, int], softmax
         least, most = limits.get(name, (1, 2**31 - 1))
         if not isinstance(value, int) or not least <= value <= most:
             reject(OP, name, repr(value), f"an integer from {least} to {most}")
-    if not 0 < softmax_scale < float("inf"):
-        reject(OP, "softmax_scale", softmax_scale, "above 0")
+    if not isinstance(softmax_scale, int | float) or not 0 < softmax_scale < float("inf"):
+        reject(OP, "softmax_scale", repr(softmax_scale), "above 0")
     return check_layout(OP, layout)
 
 
@@ -45,6 +48,9 @@ def check_query(
 ) -> None:
     check_dtype(OP, "q", q, (dtype,))
     check_shape(OP, "q", q, (rows, heads, layout.query_dim), "rows, local heads, query width of the layout")
+    if q.stride(2) != 1 or (heads > 1 and q.stride(1) != q.shape[2]):
+        reject(OP, "q", f"strides {list(q.stride())}", f"strides [any, {q.shape[2]}, 1]")
+    refuse_gradients(OP, q=q)
     if sink is not None:
         check_same_device(OP, q=q, sink=sink)
         check_dtype(OP, "sink", sink, (torch.float32,))
@@ -75,6 +81,7 @@ def check_selection(
         reject(OP, "topk", f"shape {list(topk.shape)}", allowed)
     check_contiguous(OP, "topk", topk)
     check_shape(OP, "lengths", lengths, (topk.shape[0],), "rows")
+    check_contiguous(OP, "lengths", lengths)
 
 
 def check_caches(q: torch.Tensor, caches: list[torch.Tensor], layout: RecordLayout, page_size: int) -> None:
@@ -86,7 +93,10 @@ def check_caches(q: torch.Tensor, caches: list[torch.Tensor], layout: RecordLayo
             reject(OP, name, f"{cache.shape[1]} records in a page", f"page_size = {page_size}")
 
 
-def check_results(q: torch.Tensor, out: torch.Tensor | None, lse: torch.Tensor | None) -> None:
+def check_results(
+    q: torch.Tensor, out: torch.Tensor | None, lse: torch.Tensor | None, inputs: dict[str, torch.Tensor | None]
+) -> None:
+    """Args: inputs: what else is given, and must not be overwritten."""
     rows, heads, _ = q.shape
     if out is not None:
         check_same_device(OP, q=q, out=out)
@@ -98,9 +108,13 @@ def check_results(q: torch.Tensor, out: torch.Tensor | None, lse: torch.Tensor |
         check_dtype(OP, "lse", lse, (compute_dtype(q.dtype),))
         check_shape(OP, "lse", lse, (rows, heads), "rows, local heads")
         check_contiguous(OP, "lse", lse)
+    check_no_overlap(OP, {"out": out, "lse": lse}, {"q": q, **inputs})
 
 
-def check_current(latent: torch.Tensor | None, rope: torch.Tensor | None, rows: int, layout: RecordLayout) -> None:
+def check_current(
+    q: torch.Tensor, latent: torch.Tensor | None, rope: torch.Tensor | None, layout: RecordLayout
+) -> None:
+    rows = len(q)
     if latent is None:
         reject(OP, "latent", None, "latents of the rows' own tokens, which the records fetched ahead lack")
     check_shape(OP, "latent", latent, (rows, LATENT_DIM), "rows, 512")
@@ -109,3 +123,8 @@ def check_current(latent: torch.Tensor | None, rope: torch.Tensor | None, rows: 
         reject(OP, "rope", given, f"{'[rows, 64]' if layout.rope else 'None'} for layout {layout.name}")
     if rope is not None:
         check_shape(OP, "rope", rope, (rows, ROPE_DIM), "rows, 64")
+    for name, values in (("latent", latent), ("rope", rope)):
+        if values is not None:
+            check_same_device(OP, q=q, **{name: values})
+            check_dtype(OP, name, values, FLOAT_DTYPES)
+            check_last_dim_contiguous(OP, name, values)

@@ -41,10 +41,12 @@ class LinkCosts:
     def __post_init__(self) -> None:
         for field in dataclasses.fields(self):
             value = getattr(self, field.name)
+            if value is None and field.name == "attend_peers_us":
+                continue
             # Written so that NaN fails.
-            if not (value is None and field.name == "attend_peers_us") and not 0 <= value < float("inf"):
+            if not isinstance(value, int | float) or not 0 <= value < float("inf"):
                 raise ValueError(
-                    f"torch_sparse_mla::LinkCosts: argument '{field.name}': got {value}; allowed: finite, 0 or more"
+                    f"torch_sparse_mla::LinkCosts: argument '{field.name}': got {value!r}; allowed: finite, 0 or more"
                 )
 
 

@@ -105,6 +105,9 @@ class DcpSparseDecode:
         self.device = ranks.device(device)
         self.why_no_peers = why_no_peers(ranks, self.device, transport)
         check_strategy(strategy, self.why_no_peers)
+        for argument, value, kind in (("costs", costs, LinkCosts), ("peers", peers, PeerCaches)):
+            if value is not None and not isinstance(value, kind):
+                reject(OP, argument, repr(value), f"None or {kind.__name__}")
         counts = {"requests": requests, "rows_per_request": rows_per_request, "heads": heads, "topk": topk}
         record_layout = check_static(layout, dtype, {**counts, "shared_layers": shared_layers}, softmax_scale)
         sharding.check_geometry(page_size, ranks.rank, ranks.world, interleave)
@@ -141,6 +144,7 @@ class DcpSparseDecode:
         # Strategies that auto does not choose, and why.
         self.not_considered: dict[str, str] = {}
         self._rows = 0
+        self._closed = False
 
     def empty_cache(self, pages: int) -> torch.Tensor:
         """A layer's cache [pages, page_size, record_bytes] uint8 of zeros, where every rank can read it.
@@ -149,6 +153,7 @@ class DcpSparseDecode:
         Raises: ValueError where ranks cannot read one another's memory; RuntimeError where it cannot be mapped.
         Ranks: all, in the same order, with as many pages; before any capture.
         """
+        self._check_open()
         if self.peers is None:
             reject(OP, "empty_cache", "ranks that cannot read one another's memory", f"others ({self.why_no_peers})")
         return self.peers.empty(pages, self.rank.page_size, self.rank.layout.record_bytes)
@@ -162,6 +167,7 @@ class DcpSparseDecode:
 
     def warmup_steps(self) -> Steps[str]:
         """`warmup` in steps."""
+        self._check_open()
         if self.strategy is not None:
             return self.chosen
         ranks = as_group(self.rank.group)
@@ -177,7 +183,9 @@ class DcpSparseDecode:
         if peers is not None and self.costs.attend_peers_us is None:
             self.not_considered["peer_read"] = "the costs that were given have no attend_peers_us"
         self.chosen = self._best().strategy if self.asked == "auto" else self.asked
-        self.strategy = open_strategy(self.chosen, self.name, self.rank, self.device, self.peers, bulk_flag)
+        # Its buffers are written by calls in inference mode and outside.
+        with torch.inference_mode(False):
+            self.strategy = open_strategy(self.chosen, self.name, self.rank, self.device, self.peers, bulk_flag)
         yield
         # For peer_read between processes, memory that peers can read, kept with the other caches until `close`.
         probe = None
@@ -209,7 +217,8 @@ class DcpSparseDecode:
         """A Full layer, whose tokens of this step are written: select, and attend.
 
         Args:
-            q: [rows, heads, 576 or 512] in `dtype`: the local heads' absorbed queries; rows of each request together.
+            q: [rows, heads, 576 or 512] in `dtype`, row stride free: the local heads' absorbed queries; rows of each
+                request together.
             cache: [pages, page_size, record_bytes] uint8, this rank's part of the layer's records.
             topk: [rows, K] int32 global positions within the request, the same on every rank; -1 anywhere is absent.
             block_table: [requests, blocks] int32 page numbers, the same on every rank.
@@ -243,7 +252,8 @@ class DcpSparseDecode:
         """`full` in steps. Arguments are checked at once."""
         strategy, sizes = self._open(), self.rank.sizes
         check_selection(topk, block_table, lengths, sizes.requests, sizes.rows_per_request, sizes.topk)
-        self._check_layer(q, [cache, *shared_caches], len(topk), sink, out, lse)
+        lists = {"topk": topk, "block_table": block_table, "lengths": lengths}
+        self._check_layer(q, [cache, *shared_caches], len(topk), sink, out, lse, lists)
         if topk.device != q.device:
             reject(OP, "topk", f"device {topk.device}", f"device {q.device}, where 'q' is")
         strategy.check(cache, None)
@@ -291,10 +301,10 @@ class DcpSparseDecode:
             reject(OP, "layer", layer, "a Shared layer after a Full layer: call full first")
         if not isinstance(layer, int) or layer < 0:
             reject(OP, "layer", repr(layer), "an integer, 0 or more")
-        self._check_layer(q, [cache], self._rows, sink, out, lse)
+        self._check_layer(q, [cache], self._rows, sink, out, lse, {"latent": latent, "rope": rope})
         strategy.check(cache, layer)
         if layer < strategy.ahead:
-            check_current(latent, rope, self._rows, self.rank.layout)
+            check_current(q, latent, rope, self.rank.layout)
         return strategy.shared(q, cache, layer, (latent, rope), sink, (out, lse))
 
     def fence(self) -> None:
@@ -310,7 +320,7 @@ class DcpSparseDecode:
 
     def explain(self) -> dict[str, Any]:
         """The strategy and why, the table of predictions, the costs behind it, and the channels. After `warmup`."""
-        strategy, table, best = self._open(), self._predictions(), self._best()
+        strategy, table, best = self._warmed_up(), self._predictions(), self._best()
         why = "asked for"
         if self.asked == "auto":
             why = "the least microseconds per layer of " + ", ".join(
@@ -335,7 +345,8 @@ class DcpSparseDecode:
         return self.strategy.channels if self.strategy is not None else []
 
     def close(self) -> None:
-        """Close the channels, before the process group is destroyed. A second close does nothing."""
+        """Close the channels, before the process group is destroyed. Later calls raise; a second close does nothing."""
+        self._closed = True
         if self.strategy is not None:
             self.strategy.close()
         if self._owns_peers and self.peers is not None:
@@ -364,7 +375,15 @@ class DcpSparseDecode:
             self.not_considered["peer_read"] = "no cache was made with empty_cache before warmup"
         return None
 
+    def _check_open(self) -> None:
+        if self._closed:
+            reject(OP, "self", f"'{self.name}', which is closed", "one that is open: make another")
+
     def _open(self) -> Strategy:
+        self._check_open()
+        return self._warmed_up()
+
+    def _warmed_up(self) -> Strategy:
         if self.strategy is None:
             raise RuntimeError(f"torch_sparse_mla::{OP}: call warmup() on every rank first")
         return self.strategy
@@ -377,10 +396,12 @@ class DcpSparseDecode:
         sink: torch.Tensor | None,
         out: torch.Tensor | None,
         lse: torch.Tensor | None,
+        others: dict[str, torch.Tensor | None],
     ) -> None:
         check_query(q, rows, self.rank.sizes.heads, self.rank.layout, self.rank.dtype, sink)
         check_caches(q, caches, self.rank.layout, self.rank.page_size)
-        check_results(q, out, lse)
+        named = {f"shared_caches[{index - 1}]" if index else "cache": cache for index, cache in enumerate(caches)}
+        check_results(q, out, lse, {**named, "sink": sink, **others})
 
     def _predictions(self) -> list[Prediction]:
         return predict(self.rank.sizes, self.costs)

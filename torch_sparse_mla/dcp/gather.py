@@ -29,11 +29,11 @@ def open_channel(name: str, rank: Rank, capacity_records: int, record_bytes: int
 
 def fixed_plan(channel: Channel, count: int, slots: torch.Tensor) -> torch.Tensor:
     """Rank r owns records r * count and up of one request; `slots` are this rank's."""
-    plan = torch.zeros(channel.plan_words, dtype=torch.int32)
+    plan = torch.zeros(channel.plan_words, dtype=torch.int32, device="cpu")
     for name, values in (
-        ("owner_offsets", torch.arange(channel.world + 1) * count),
+        ("owner_offsets", torch.arange(channel.world + 1, device="cpu") * count),
         ("owned_slots", slots),
-        ("counts", torch.tensor([channel.world * count])),
+        ("counts", torch.tensor([channel.world * count], device="cpu")),
     ):
         offset = channel.plan_sections[name].offset
         plan[offset : offset + len(values)] = values
@@ -83,7 +83,7 @@ class Gather:
 
     def _plan(self, count: int) -> torch.Tensor:
         if count not in self._plans:
-            self._plans[count] = fixed_plan(self.channel, count, torch.arange(count))
+            self._plans[count] = fixed_plan(self.channel, count, torch.arange(count, device="cpu"))
         return self._plans[count]
 
 
@@ -161,9 +161,9 @@ class Partials:
         if rows not in self._plans:
             outputs, lses = rows * self.out_row // self.record_bytes, rows * self.lse_row // self.record_bytes
             count, lse_begin = self._records(rows), self.lse_begin // self.record_bytes
-            slots = torch.zeros(self.rank.world, count, dtype=torch.long)
-            receivers = torch.arange(self.rank.world).unsqueeze(1)
-            slots[:, :outputs] = receivers * outputs + torch.arange(outputs)
-            slots[:, outputs : outputs + lses] = lse_begin + receivers * lses + torch.arange(lses)
+            slots = torch.zeros(self.rank.world, count, dtype=torch.long, device="cpu")
+            receivers = torch.arange(self.rank.world, device="cpu").unsqueeze(1)
+            slots[:, :outputs] = receivers * outputs + torch.arange(outputs, device="cpu")
+            slots[:, outputs : outputs + lses] = lse_begin + receivers * lses + torch.arange(lses, device="cpu")
             self._plans[rows] = fixed_plan(self.channel, count, slots.flatten())
         return self._plans[rows]

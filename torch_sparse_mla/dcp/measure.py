@@ -143,9 +143,9 @@ def agreed_costs(
         if union_growth is not None:
             costs = dataclasses.replace(costs, union_growth=union_growth)
         # Float64 words of one probe record.
-        words = torch.zeros(1, PROBE_RECORD_BYTES // 8, dtype=torch.float64)
+        words = torch.zeros(1, PROBE_RECORD_BYTES // 8, dtype=torch.float64, device="cpu")
         own = [math.nan if figure is None else figure for figure in (*dataclasses.astuple(costs), float(bulk_flag))]
-        words[0, : len(own)] = torch.tensor(own, dtype=torch.float64)
+        words[0, : len(own)] = torch.tensor(own, dtype=torch.float64, device="cpu")
         told = (yield from probe.run(words.to(device)))[:, 0, : len(own)].cpu()
         # Ranks that share a thread: nobody leaves before everybody has read.
         yield
@@ -209,7 +209,8 @@ def _measure_device(rank: Rank, device: torch.device) -> tuple[float, ...]:
     inputs, sizes, world = Inputs.make(rank, device), rank.sizes, rank.world
     records = _records(rank, device)
     own = inputs.topk.repeat(world, 1)
-    shares = torch.full((len(own),), sharding.local_length(0, sizes.topk, world, rank.interleave)).int().to(device)
+    share = sharding.local_length(0, sizes.topk, world, rank.interleave)
+    shares = torch.full((len(own),), share, dtype=torch.int32, device=device)
     all_q = inputs.q.repeat(world, 1, 1)
     selection = SelectionPlan(sizes.requests, sizes.rows_per_request, sizes.topk, world)
     plan, slots, counts = selection.empty(device), torch.empty_like(own), torch.empty_like(shares)

@@ -52,6 +52,8 @@ class PeerCaches:
         It lives as long as this object, until `close`. A slice of its pages can be given to `DcpSparseDecode` too, the
         same on every rank.
         """
+        if not isinstance(pages, int) or pages < 0:
+            reject(_OP, "pages", repr(pages), "an integer, 0 or more")
         shape = (pages, page_size, record_bytes)
         if isinstance(self.group, LoopbackRank):
             own = torch.zeros(shape, dtype=torch.uint8, device=self.device)

@@ -282,7 +282,9 @@ class Exchange:
         self.ahead = 0
         visible = self.visible[: len(topk)]
         visible.copy_(topk).masked_fill_(topk >= lengths.unsqueeze(1), -1)
-        plan_selection(visible, block_table, self.selection, **static.geometry, plan=self.plan)
+        # A page that the cache lacks is absent here as it is to attention over the cache itself.
+        pages = cache.shape[0]
+        plan_selection(visible, block_table, self.selection, **static.geometry, plan=self.plan, pages=pages)
         self.remap = self.selection.remap(self.plan)[: len(topk)]
         if self.room:
             rows_per_request = len(topk) // len(block_table)

@@ -151,7 +151,7 @@ def warmup_sparse_ckv_decode(
             softmax_scale=1.0,
             layout=layout,
             lengths=torch.ones(rows, dtype=torch.int32, device=device) if with_lengths else None,
-            sink=torch.zeros(num_heads, device=device) if with_sink else None,
+            sink=torch.zeros(num_heads, dtype=torch.float32, device=device) if with_sink else None,
             out=torch.empty(rows, num_heads, LATENT_DIM, dtype=out_dtype or q_dtype, device=device),
             batch_invariant=batch_invariant,
         )

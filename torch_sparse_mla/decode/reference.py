@@ -45,6 +45,8 @@ def sparse_ckv_decode_peers(
     _decode(q, caches, indices, lengths, sink, out, lse, softmax_scale, record_layout)
 
 
+# A caller's autocast must not round the products.
+@torch.autocast("cpu", enabled=False)
 def _decode(
     q: torch.Tensor,
     caches: list[torch.Tensor],

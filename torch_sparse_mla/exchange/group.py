@@ -48,13 +48,13 @@ class LoopbackGroup:
         if not isinstance(world, int) or world < 1:
             raise ValueError(f"torch_sparse_mla.LoopbackGroup: world: got {world!r}; allowed: 1 or more")
         self.world = world
-        self.device = _with_index(torch.device(device))
+        self.device = _device(device, "LoopbackGroup")
         self.boards: dict[str, Board] = {}
 
     def rank(self, rank: int) -> "LoopbackRank":
         """The group as rank `rank` sees it: what `Channel.create` takes."""
-        if not 0 <= rank < self.world:
-            raise ValueError(f"torch_sparse_mla.LoopbackGroup: rank: got {rank}; allowed: 0 to {self.world - 1}")
+        if not isinstance(rank, int) or not 0 <= rank < self.world:
+            raise ValueError(f"torch_sparse_mla.LoopbackGroup: rank: got {rank!r}; allowed: 0 to {self.world - 1}")
         return LoopbackRank(self, rank)
 
 
@@ -199,7 +199,7 @@ class ProcessRank:
         return result, [value for _, _, value in told]
 
 
-def _device(asked: object) -> torch.device:
+def _device(asked: object, op: str = "Channel.create") -> torch.device:
     try:
         device = torch.device(asked)
     except (RuntimeError, TypeError) as error:
@@ -209,7 +209,7 @@ def _device(asked: object) -> torch.device:
             return _with_index(device)
         given, cause = str(device), None
     raise ValueError(
-        f"torch_sparse_mla::Channel.create: argument 'device': got {given}; allowed: None, cpu or cuda, with a number"
+        f"torch_sparse_mla::{op}: argument 'device': got {given}; allowed: None, cpu or cuda, with a number"
     ) from cause
 
 

@@ -8,7 +8,7 @@ from .. import _ops  # noqa: F401  (registers the operators)
 from ..contract import reject
 from ..exchange.channel import Channel
 from ..sharding import local_length
-from .plan import GatherPlan
+from .plan import GatherPlan, checked_lengths
 
 
 def c4_plan_gather(
@@ -48,6 +48,7 @@ def c4_plan_gather(
         operator itself can be captured. Ranks: each by itself, with the same numbers; other ones are noticed by
         `c4_prefill_gather`, which raises ExchangeError.
     """
+    lengths, new_lengths = checked_lengths("c4_plan_gather", lengths, new_lengths)
     _check_host(lengths, new_lengths, block_table, sizes)
     _check_resident(lengths, new_lengths, sizes, resident_starts, resident_lengths)
     row_starts = [0]
@@ -56,7 +57,7 @@ def c4_plan_gather(
     if plan is None:
         plan = sizes.empty(block_table.device)
     if device_lengths is None:
-        device_lengths = copied_to(list(lengths), block_table.device)
+        device_lengths = copied_to(lengths, block_table.device)
     if device_row_starts is None:
         device_row_starts = copied_to(row_starts, block_table.device)
     held = (None, None)
@@ -183,6 +184,8 @@ def c4_remap(
     """
     if topk.dim() != 2:
         reject("c4_remap", "topk", f"shape {list(topk.shape)}", "shape [rows, K]")
+    if plan.numel() != sizes.words:
+        reject("c4_remap", "plan", f"{plan.numel()} words", f"the {sizes.words} words of {sizes}")
     if slots is None:
         slots = torch.empty(topk.shape, dtype=torch.int32, device=topk.device)
     if counts is None:
@@ -193,22 +196,16 @@ def c4_remap(
     return slots, counts
 
 
-def _check_host(
-    lengths: Sequence[int], new_lengths: Sequence[int], block_table: torch.Tensor, sizes: GatherPlan
-) -> None:
+def _check_host(lengths: list[int], new_lengths: list[int], block_table: torch.Tensor, sizes: GatherPlan) -> None:
     op = "c4_plan_gather"
     if len(lengths) > sizes.requests:
         reject(op, "lengths", f"{len(lengths)} requests", f"at most the reserved {sizes.requests}")
-    if len(new_lengths) != len(lengths):
-        reject(op, "new_lengths", f"{len(new_lengths)} requests", f"{len(lengths)}, as many as 'lengths'")
     if block_table.dim() != 2 or len(block_table) != len(lengths):
         reject(op, "block_table", f"shape {list(block_table.shape)}", f"shape [{len(lengths)} requests, blocks]")
     most = block_table.shape[1] * sizes.page_size * sizes.world
-    for request, (length, new) in enumerate(zip(lengths, new_lengths, strict=True)):
-        if not 0 <= length <= most:
+    for request, length in enumerate(lengths):
+        if length > most:
             reject(op, "lengths", f"{length} in request {request}", f"0 to {most}, what the block table holds")
-        if not 0 <= new <= length:
-            reject(op, "new_lengths", f"{new} in request {request}", f"0 to the request's length {length}")
     if sum(new_lengths) > sizes.rows:
         reject(op, "new_lengths", f"{sum(new_lengths)} rows", f"at most the reserved {sizes.rows}")
     padded = 0 if sizes.resident else sizes.host_padded(lengths)
@@ -254,7 +251,7 @@ def _check_resident(
 
 def copied_to(values: list[int], device: torch.device) -> torch.Tensor:
     """A copy that the host does not wait for: pinned memory is kept until the copy is done."""
-    tensor = torch.tensor(values, dtype=torch.int32)
+    tensor = torch.tensor(values, dtype=torch.int32, device="cpu")
     return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor.to(device)
 
 

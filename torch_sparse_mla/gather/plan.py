@@ -10,6 +10,7 @@ behind the other, without padding, and `c4_place_records` brings each to its pla
 
 import itertools
 import math
+import operator
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -170,9 +171,30 @@ def causal_lengths(lengths: Sequence[int], new_lengths: Sequence[int]) -> list[i
     Args:
         lengths: global length of each request, cached and new tokens together.
         new_lengths: query rows of each request.
+    Raises: ValueError for lengths that cannot be.
     """
+    lengths, new_lengths = checked_lengths("causal_lengths", lengths, new_lengths)
     pairs = zip(lengths, new_lengths, strict=True)
     return [length - new + row + 1 for length, new in pairs for row in range(new)]
+
+
+def checked_lengths(op: str, lengths: Sequence[int], new_lengths: Sequence[int]) -> tuple[list[int], list[int]]:
+    """The global and the new lengths of requests, as integers. Raises ValueError for what cannot be."""
+    checked = []
+    for name, values in (("lengths", lengths), ("new_lengths", new_lengths)):
+        try:
+            checked.append([operator.index(value) for value in values])
+        except TypeError:
+            reject(op, name, repr(values), "integers")
+    if len(new_lengths) != len(lengths):
+        reject(op, "new_lengths", f"{len(new_lengths)} requests", f"{len(lengths)} requests, as many as 'lengths'")
+    for request, (length, new) in enumerate(zip(*checked, strict=True)):
+        if length < 0:
+            reject(op, "lengths", f"{length} in request {request}", "0 or more")
+        if not 0 <= new <= length:
+            allowed = f"from 0 to the request's length {length} (cached and new tokens together)"
+            reject(op, "new_lengths", f"{new} in request {request}", allowed)
+    return checked[0], checked[1]
 
 
 def gather_capacity(max_tokens: int, max_requests: int, world: int, interleave: int, page_size: int) -> int:

@@ -17,7 +17,7 @@ from ..contract import check_layout
 from ..errors import reject
 from ..records.layouts import LATENT_DIM
 from .geometry import PageGeometry
-from .plan import GatherPlan
+from .plan import GatherPlan, checked_lengths
 
 if TYPE_CHECKING:
     from ..indexer.row_split import RowSplit
@@ -79,9 +79,10 @@ class GatherCosts:
 
     def __post_init__(self) -> None:
         for field in fields(self):
+            value = getattr(self, field.name)
             # Written so that NaN fails.
-            if not 0 <= getattr(self, field.name) < float("inf"):
-                reject("GatherCosts", field.name, getattr(self, field.name), "finite, 0 or more")
+            if not isinstance(value, int | float) or not 0 <= value < float("inf"):
+                reject("GatherCosts", field.name, repr(value), "finite, 0 or more")
 
 
 class GatherChoice(NamedTuple):
@@ -200,10 +201,10 @@ class GatherPolicy:
             num_decode_tokens: of the whole batch, MTP verification included; the gather is for pure prefill.
             capturing: whether a CUDA graph is being captured.
             resident_lengths: `Residency.resident_lengths` of the batch; None: not all of it is resident.
-        Raises: ValueError for lengths that cannot be, or resident ones with records="full". The choice is counted under
+        Raises: ValueError for numbers that cannot be, or resident ones with records="full". The choice is counted under
             its reason, and so is the form.
         """
-        _check_lengths(lengths, new_lengths)
+        lengths, new_lengths = _checked_batch(lengths, new_lengths, num_decode_tokens)
         self._check_resident(lengths, new_lengths, resident_lengths)
         self.last = self._choose(lengths, sum(new_lengths), num_decode_tokens, capturing, resident_lengths)
         self.counts[self.last.reason] += 1
@@ -221,9 +222,9 @@ class GatherPolicy:
     ) -> SelectChoice:
         """How the selections of one batch come together; the arguments are those of `choose`.
 
-        Raises: ValueError for lengths that cannot be. The choice is counted under its reason.
+        Raises: ValueError for numbers that cannot be. The choice is counted under its reason.
         """
-        _check_lengths(lengths, new_lengths)
+        lengths, new_lengths = _checked_batch(lengths, new_lengths, num_decode_tokens)
         self.last_select = self._choose_select(lengths, sum(new_lengths), num_decode_tokens, capturing)
         self.select_counts[self.last_select.reason] += 1
         return self.last_select
@@ -392,11 +393,9 @@ def ordinary_bytes(rows: int, heads: int, query_dim: int, world: int) -> int:
     return rows * (world - 1) * (heads // world) * per_head
 
 
-def _check_lengths(lengths: Sequence[int], new_lengths: Sequence[int]) -> None:
-    if len(lengths) != len(new_lengths):
-        allowed = f"{len(lengths)} requests, as many as 'lengths'"
-        reject("GatherPolicy", "new_lengths", f"{len(new_lengths)} requests", allowed)
-    for request, (length, new) in enumerate(zip(lengths, new_lengths, strict=True)):
-        if not 0 <= new <= length:
-            allowed = f"from 0 to the request's length {length} (cached and new tokens together)"
-            reject("GatherPolicy", "new_lengths", f"{new} in request {request}", allowed)
+def _checked_batch(
+    lengths: Sequence[int], new_lengths: Sequence[int], num_decode_tokens: int
+) -> tuple[list[int], list[int]]:
+    if not isinstance(num_decode_tokens, int) or num_decode_tokens < 0:
+        reject("GatherPolicy", "num_decode_tokens", repr(num_decode_tokens), "an integer, 0 or more")
+    return checked_lengths("GatherPolicy", lengths, new_lengths)

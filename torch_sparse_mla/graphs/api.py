@@ -1,6 +1,6 @@
 """Public function of the graphs family."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 
 from .._ops.table import SPLITTING_OPS
 from .arguments import Signature, reject
@@ -35,7 +35,8 @@ def compile(
         out = step(q, cache, indices, lengths, num_rows=5)  replays the graph of 8 rows; `out` has 5
 
     Args:
-        fn: a function of tensors, lists of them, and constants. What it computes it returns, or writes into arguments.
+        fn: a function or module of tensors, lists of them, and constants. What it computes it returns, or writes into
+            arguments.
         mode: NONE (compiled, no graphs), PIECEWISE (graphs between splitting operators), FULL (one graph),
             FULL_DECODE_ONLY (FULL for uniform decode batches, NONE for others), FULL_AND_PIECEWISE (FULL for uniform
             decode batches, PIECEWISE for others). None: FULL_AND_PIECEWISE on a GPU, NONE elsewhere. A mode that needs
@@ -64,12 +65,18 @@ def compile(
     if not isinstance(rows_per_request, int) or rows_per_request < 1:
         reject("rows_per_request", repr(rows_per_request), "an integer, 1 or more")
     if capture_sizes is not None:
-        check_sizes(capture_sizes)
+        capture_sizes = check_sizes(capture_sizes)
         if not rows:
             reject("capture_sizes", list(capture_sizes), "None where no parameter has rows: name those that have")
-    if isinstance(splitting_ops, str) or isinstance(rows, str):
-        reject("splitting_ops, rows", "a string", "a sequence of names")
+    for argument, names in (("splitting_ops", splitting_ops), ("rows", rows)):
+        if isinstance(names, str) or not isinstance(names, Collection):
+            reject(argument, repr(names), "a sequence of names")
     check_splitting_ops(splitting_ops)
+    for name, support in (supports or {}).items():
+        if not isinstance(support, GraphSupport):
+            reject("supports", f"{support!r} for {name}", "members of GraphSupport")
+    if pool is not None and not isinstance(pool, GraphPool):
+        reject("pool", repr(pool), "None or a GraphPool")
     return CompiledStep(
         fn,
         parsed,

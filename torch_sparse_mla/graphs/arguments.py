@@ -19,7 +19,9 @@ class Signature:
     """
 
     def __init__(self, function: Callable, rows: Sequence[str], padding: Mapping[str, float]) -> None:
-        parameters = inspect.signature(function).parameters.values()
+        # What calls a module takes any arguments.
+        called = function.forward if isinstance(function, torch.nn.Module) else function
+        parameters = inspect.signature(called).parameters.values()
         for parameter in parameters:
             if parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD, parameter.KEYWORD_ONLY):
                 reject("fn", f"the parameter {parameter}", "plain parameters, each of which is one argument")
@@ -28,6 +30,8 @@ class Signature:
         for name in RESERVED:
             if name in self.names:
                 reject("fn", f"a parameter '{name}'", f"other names: {' and '.join(RESERVED)} say how a step is called")
+        if not isinstance(padding, Mapping):
+            reject("padding", repr(padding), "a dictionary of numbers, by names of parameters")
         for argument, given in (("rows", rows), ("padding", padding)):
             for name in given:
                 if name not in self.names:
@@ -35,6 +39,8 @@ class Signature:
         for name in padding:
             if name not in rows:
                 reject("padding", repr(name), f"arguments that have rows: {', '.join(rows) or 'none'}")
+            if not isinstance(padding[name], int | float):
+                reject("padding", f"{padding[name]!r} for {name}", "numbers")
         self.rows = tuple(self.names.index(name) for name in rows)
         self.padding = {self.names.index(name): value for name, value in padding.items()}
 

@@ -104,10 +104,14 @@ class Dispatcher:
         return None
 
 
+def _is_size(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and 1 <= value <= _MAX_ROWS
+
+
 def check_sizes(sizes: Sequence[int]) -> tuple[int, ...]:
     """Sorted, without repetitions. Raises ValueError for what is no size."""
-    given = list(sizes)
-    if not given or any(not isinstance(n, int) or isinstance(n, bool) or not 1 <= n <= _MAX_ROWS for n in given):
+    given = list(sizes) if isinstance(sizes, Iterable) else sizes
+    if not isinstance(given, list) or not given or not all(map(_is_size, given)):
         raise ValueError(
             f"torch_sparse_mla.compile: capture_sizes: got {given}; allowed: at least one integer, each from 1 to "
             f"{_MAX_ROWS}"

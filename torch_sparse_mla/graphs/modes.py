@@ -47,15 +47,16 @@ def graph_support(op: str, others: Mapping[str, GraphSupport] | None = None) -> 
     Args:
         op: qualified name, "torch_sparse_mla::sparse_ckv_decode".
         others: declarations for operators of other packages; those without one count as ALWAYS.
-    Raises: ValueError for a name in this package's namespace that is no operator.
+    Raises: ValueError for a name without a namespace, or in this package's that is no operator.
     """
     if others and op in others:
         return others[op]
     namespace, _, name = op.partition("::")
-    if namespace != NAMESPACE:
+    if name and namespace != NAMESPACE:
         return GraphSupport.ALWAYS
     if name not in OPS:
-        raise ValueError(f"torch_sparse_mla.graph_support: op: got {op!r}; allowed: one of {', '.join(OPS)}")
+        allowed = f"a qualified name; '{NAMESPACE}::' and one of {', '.join(OPS)}"
+        raise ValueError(f"torch_sparse_mla.graph_support: op: got {op!r}; allowed: {allowed}")
     return OPS[name].graph_support
 
 

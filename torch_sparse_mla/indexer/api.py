@@ -118,8 +118,8 @@ def c4_select(
     if q.dim() != 3:
         reject("c4_select", "q", f"shape {list(q.shape)}", "shape [rows, heads, 128]")
     for name, value in (("num_pools", num_pools), ("lists", lists)):
-        if value < 1:
-            reject("c4_select", name, value, "1 or more")
+        if not isinstance(value, int | torch.SymInt) or value < 1:
+            reject("c4_select", name, repr(value), "an integer, 1 or more")
     rows = q.shape[0]
     if candidates is None:
         candidates = torch.empty(lists, rows, num_pools, dtype=torch.int64, device=q.device)
@@ -205,12 +205,12 @@ def warmup_c4_indexer(
     table = torch.zeros(1, 1, dtype=torch.int32, device=pools.device)
     for rows in (1, MANY_ROWS):
         q = torch.zeros(rows, heads, HEAD_DIM, dtype=pools.dtype, device=pools.device)
-        weights = torch.zeros(rows, heads, device=pools.device)
+        weights = torch.zeros(rows, heads, dtype=torch.float32, device=pools.device)
         padded = torch.full((rows,), -1, dtype=torch.int32, device=pools.device)
         candidates = c4_select(q, weights, pools, table, padded, padded, num_pools=num_pools, **geometry)
         c4_merge_pools(candidates, padded)
     keys = torch.zeros(1, HEAD_DIM, dtype=keys_dtype, device=pools.device)
-    bias = torch.zeros(POOL_TOKENS, HEAD_DIM, device=pools.device)
+    bias = torch.zeros(POOL_TOKENS, HEAD_DIM, dtype=torch.float32, device=pools.device)
     edges = torch.tensor([0, 1], dtype=torch.int32, device=pools.device)
     ring = torch.zeros(1, POOL_TOKENS, 2, HEAD_DIM, dtype=keys_dtype, device=pools.device)
     c4_write_index_keys(keys, keys, bias, edges, table[0], padded[:1], table, ring, pools, **geometry)

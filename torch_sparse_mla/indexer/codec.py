@@ -9,7 +9,7 @@ import math
 
 import torch
 
-from ..errors import reject
+from ..contract import is_fake, reject
 from ..records.layouts import E4M3_MAX
 from .pools import HEAD_DIM, INDEX_PAGE_BYTES, POOLS_PER_INDEX_PAGE
 
@@ -17,9 +17,23 @@ from .pools import HEAD_DIM, INDEX_PAGE_BYTES, POOLS_PER_INDEX_PAGE
 _LEAST_SCALE = 2.0**-126
 
 
+def _hadamard_matrix(values: torch.Tensor) -> torch.Tensor:
+    """The matrix for values of a device: one for all calls, but for what is traced, which must not meet a real one or
+    leave behind one of its own."""
+    if is_fake(values) or torch.compiler.is_compiling():
+        return _make_hadamard_matrix(values.device)
+    return _kept_hadamard_matrix(values.device)
+
+
 @functools.cache
-def _hadamard_matrix(device: torch.device) -> torch.Tensor:
-    matrix = torch.ones(1, 1, device=device)
+def _kept_hadamard_matrix(device: torch.device) -> torch.Tensor:
+    # A later call may be outside of inference mode.
+    with torch.inference_mode(False):
+        return _make_hadamard_matrix(device)
+
+
+def _make_hadamard_matrix(device: torch.device) -> torch.Tensor:
+    matrix = torch.ones(1, 1, dtype=torch.float32, device=device)
     while len(matrix) < HEAD_DIM:
         matrix = torch.cat([torch.cat([matrix, matrix], 1), torch.cat([matrix, -matrix], 1)])
     return matrix
@@ -27,7 +41,9 @@ def _hadamard_matrix(device: torch.device) -> torch.Tensor:
 
 def hadamard(values: torch.Tensor) -> torch.Tensor:
     """bfloat16 [..., 128] through the 128-point Hadamard transform / sqrt(128); sums in float32, result bfloat16."""
-    return (values.float() @ _hadamard_matrix(values.device) / math.sqrt(HEAD_DIM)).bfloat16()
+    # Autocast would round the sums to its own type on the way.
+    with torch.autocast("cuda" if values.is_cuda else "cpu", enabled=False):
+        return (values.float() @ _hadamard_matrix(values) / math.sqrt(HEAD_DIM)).bfloat16()
 
 
 def quantise(values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -52,14 +68,14 @@ def quantise_index_queries(q: torch.Tensor, weights: torch.Tensor) -> tuple[torc
         `(heads * 128) ** -0.5`).
     Raises: ValueError for shapes that do not fit.
     """
-    _check_queries(q, weights)
+    _check_queries("quantise_index_queries", q, weights)
     codes, scale = quantise(hadamard(q.bfloat16()))
     return codes, weights.float() * scale * (q.shape[1] * HEAD_DIM) ** -0.5
 
 
 def exact_index_queries(q: torch.Tensor, weights: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """The same for pools in the exact form: queries as they are, weights with their factor."""
-    _check_queries(q, weights)
+    _check_queries("exact_index_queries", q, weights)
     return q.contiguous(), weights.float() * (q.shape[1] * HEAD_DIM) ** -0.5
 
 
@@ -73,9 +89,9 @@ def decode_index_page(page: torch.Tensor) -> torch.Tensor:
     return codes.unflatten(-1, (POOLS_PER_INDEX_PAGE, HEAD_DIM)) * scales.unsqueeze(-1)
 
 
-def _check_queries(q: torch.Tensor, weights: torch.Tensor) -> None:
+def _check_queries(function: str, q: torch.Tensor, weights: torch.Tensor) -> None:
     if q.dim() != 3 or q.shape[2] != HEAD_DIM or not q.is_floating_point():
-        reject("quantise_index_queries", "q", f"{q.dtype} {list(q.shape)}", "floating point [rows, heads, 128]")
+        reject(function, "q", f"{q.dtype} {list(q.shape)}", "floating point [rows, heads, 128]")
     if weights.shape != q.shape[:2]:
         allowed = f"shape [rows, heads] = {list(q.shape[:2])}"
-        reject("quantise_index_queries", "weights", f"shape {list(weights.shape)}", allowed)
+        reject(function, "weights", f"shape {list(weights.shape)}", allowed)

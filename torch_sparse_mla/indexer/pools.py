@@ -22,6 +22,8 @@ TOKENS_PER_INDEX_PAGE = POOLS_PER_INDEX_PAGE * POOL_TOKENS
 TILE_POOLS = 128
 ABSENT = -(2**63)
 MAX_POOL = 2**31 - 1
+# Positions are int32, and so is the one behind the last.
+MAX_POSITION = 2**31 - 1
 _MAGNITUDE = 0x7FFFFFFF
 
 

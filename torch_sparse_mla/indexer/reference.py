@@ -9,6 +9,7 @@ from .pools import (
     ABSENT,
     HEAD_DIM,
     INDEX_PAGE_BYTES,
+    MAX_POSITION,
     POOL_TOKENS,
     POOLS_PER_INDEX_PAGE,
     TILE_POOLS,
@@ -53,7 +54,7 @@ def c4_write_index_keys(
     edges = row_starts.long().clamp(0, len(keys)).tolist()
     for request, (start, ring_row) in enumerate(zip(starts.tolist(), ring_rows.tolist(), strict=True)):
         begin, end = edges[request], edges[request + 1]
-        if end <= begin or start < 0 or not 0 <= ring_row < len(ring):
+        if end <= begin or not 0 <= start <= MAX_POSITION - (end - begin) or not 0 <= ring_row < len(ring):
             continue
         first = start // POOL_TOKENS * POOL_TOKENS
         before = torch.arange(first, start) % slots

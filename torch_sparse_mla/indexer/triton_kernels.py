@@ -26,6 +26,7 @@ INDEX_PAGE_POOLS = tl.constexpr(layout.POOLS_PER_INDEX_PAGE)
 INDEX_PAGE_BYTES = tl.constexpr(layout.INDEX_PAGE_BYTES)
 ABSENT = tl.constexpr(layout.ABSENT)
 MAX_POOL = tl.constexpr(layout.MAX_POOL)
+MAX_POSITION = tl.constexpr(layout.MAX_POSITION)
 MAGNITUDE = tl.constexpr(0x7FFFFFFF)
 SQRT_DIM = tl.constexpr(layout.HEAD_DIM**0.5)
 E4M3_LARGEST = tl.constexpr(E4M3_MAX)
@@ -159,16 +160,21 @@ def _write_index_keys_kernel(
     end = tl.minimum(tl.maximum(tl.load(row_starts_ptr + request + 1), 0), num_tokens)
     start = tl.load(starts_ptr + request)
     ring_row = tl.load(ring_rows_ptr + request)
+    # Of all sums with a position only `start + end - begin` is sure to fit int32, once it has passed here.
+    if (end <= begin) | (start < 0) | (start + (end - begin - MAX_POSITION) > 0):
+        return
+    if (ring_row < 0) | (ring_row >= num_ring_rows):
+        return
+    # Tokens of the request from its first pool on, which may have begun before this call.
+    num_states = start % POOL + end - begin
+    if (tl.program_id(0) * (POOLS * POOL) >= num_states) & (tl.program_id(0) > 0):
+        return
     first = start // POOL + tl.program_id(0) * POOLS
-    if (end <= begin) | (start < 0) | (ring_row < 0) | (ring_row >= num_ring_rows):
-        return
-    if (first * POOL >= start + end - begin) & (tl.program_id(0) > 0):
-        return
     ring_ptr += ring_row.to(tl.int64) * ring_slots * (2 * DIM)
     pool = first + tl.arange(0, POOLS)
     channel = tl.arange(0, DIM)
     # Whole pools are those whose last token is given; what others would hold is not stored.
-    whole = pool * POOL + (POOL - 1) < start + end - begin
+    whole = (tl.program_id(0) * POOLS + tl.arange(0, POOLS)) * POOL + (POOL - 1) < num_states
     largest = tl.full([POOLS, DIM], float("-inf"), tl.float32)
     for slot in tl.static_range(POOL):
         gate = _state(gates_ptr, ring_ptr + DIM, pool * POOL + slot, whole, begin, start, ring_slots)
@@ -290,10 +296,13 @@ def _merge_pools_kernel(
         candidate = tl.load(own_ptr + entry, mask=entry < num_pools, other=ABSENT)
         place = entry
         other_ptr = candidates_ptr
-        for other in range(lists):
-            if other != own:
-                place += _number_above(other_ptr, candidate, num_pools, PADDED)
+        for _ in range(own):
+            # Those that are equal, of a list given twice, stand before it.
+            place += _number_above(other_ptr, candidate - 1, num_pools, PADDED)
             other_ptr += list_stride
+        for _ in range(own + 1, lists):
+            other_ptr += list_stride
+            place += _number_above(other_ptr, candidate, num_pools, PADDED)
         found = candidate != ABSENT
         total += tl.sum(found.to(tl.int32))
         token = ((candidate & MAGNITUDE) ^ MAX_POOL).to(tl.int32) * POOL

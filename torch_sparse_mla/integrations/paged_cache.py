@@ -83,7 +83,7 @@ class TokenPages:
                 )
         self.settings, self.batch, self.max_len = settings, batch, max_len
         self.num_pages = batch * self.blocks_of(max_len)
-        order = torch.randperm(self.num_pages, generator=torch.Generator().manual_seed(0))
+        order = torch.randperm(self.num_pages, generator=torch.Generator().manual_seed(0), device="cpu")
         self.block_table = order.view(batch, -1).to(device)
         dcp = settings.dcp
         self.ranks = None

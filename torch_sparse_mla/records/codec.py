@@ -28,6 +28,9 @@ def quantise_records(latent: torch.Tensor, rope: torch.Tensor | None, layout: st
         reject("quantise_records", "rope", type(rope).__name__, f"{allowed} for layout {layout.name}")
     if rope is not None:
         _check_width("quantise_records", "rope", rope, ROPE_DIM)
+        if rope.shape[:-1] != latent.shape[:-1]:
+            allowed = f"shape {[*latent.shape[:-1], ROPE_DIM]}, for as many tokens as 'latent'"
+            reject("quantise_records", "rope", f"shape {list(rope.shape)}", allowed)
     latent = latent.float()
     records = torch.zeros(*latent.shape[:-1], layout.record_bytes, dtype=torch.uint8, device=latent.device)
     if layout.latent == "bf16":

@@ -3,7 +3,7 @@
 import torch
 
 from .. import _ops  # noqa: F401  (registers the operators)
-from ..contract import check_dtype, check_same_device, check_shape, reject
+from ..contract import check_contiguous, check_dtype, check_same_device, check_shape, reject
 from .plan import SelectionPlan
 
 
@@ -16,6 +16,7 @@ def plan_selection(
     interleave: int,
     rank: int,
     plan: torch.Tensor | None = None,
+    pages: int | None = None,
 ) -> torch.Tensor:
     """Which records a DCP group must bring together for the rows' top-k lists, in which order, and who holds them.
 
@@ -25,12 +26,14 @@ def plan_selection(
 
     Args:
         topk: [requests * rows_per_request, K] int32 global positions within the request, contiguous; -1 anywhere is
-            absent. A position that names no record (beyond the block table, or on a page of it that is negative) counts
-            as absent as well (checked mode, `TORCH_SPARSE_MLA_CHECK=1`, raises and names the row).
+            absent. A position that names no record (beyond the block table, or on a page of it that is negative or
+            beyond `pages`) counts as absent as well (checked mode, `TORCH_SPARSE_MLA_CHECK=1`, raises and names the
+            row).
         block_table: [requests, blocks] int32 page numbers, the same on every rank; row stride free.
         selection: the reserved sizes. Requests and rows per request of the call may be fewer.
         page_size, interleave, rank: the DCP geometry, with `selection.world`; see `torch_sparse_mla.sharding`.
         plan: [selection.words] int32 or more, 16-byte aligned; its views are overwritten. Allocated when None.
+        pages: of every rank's cache, so that what a cache lacks is not in the plan; None: not known.
     Returns: plan. Look into it by `selection.remap(plan)`, `.owner_offsets(plan)`, `.owned_slots(plan)`,
         `.counts(plan)`.
     Raises: ValueError for an argument that does not fit, among them more rows or requests than reserved. Nothing is
@@ -45,6 +48,9 @@ def plan_selection(
         reject("plan_selection", "block_table", f"shape {list(block_table.shape)}", "shape [requests, blocks]")
     if plan is None:
         plan = selection.empty(topk.device)
+    if not topk.shape[0]:
+        # Requests without any row are no different from those that the call does not bring.
+        block_table = block_table[:0]
     requests = block_table.shape[0]
     rows_per_request = topk.shape[0] // requests if requests else 1
     torch.ops.torch_sparse_mla.plan_selection(
@@ -58,6 +64,7 @@ def plan_selection(
         selection.world,
         selection.requests,
         selection.rows_per_request,
+        pages,
     )
     return plan
 
@@ -137,7 +144,11 @@ def current_token_slots(
     rows = topk.shape[0]
     if rows > selection.requests * rows_per_request:
         reject(name, "topk", f"{rows} rows", f"up to {selection.requests} requests of {rows_per_request} rows")
+    check_contiguous(name, "topk", topk)
     check_shape(name, "lengths", lengths, (rows,), "rows")
+    check_dtype(name, "plan", plan, (torch.int32,))
+    if plan.dim() != 1 or plan.numel() < selection.words:
+        reject(name, "plan", f"shape {list(plan.shape)}", f"a plan buffer of {selection.words} words or more")
     entries = rows_per_request * selection.topk
     remap = selection.remap(plan)[:rows].view(-1, 1, entries)
     # The position of a padded row is negative, and so is the remap of every negative entry.

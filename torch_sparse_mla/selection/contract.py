@@ -35,6 +35,7 @@ def check_plan_selection(
     world: int,
     reserved_requests: int = 0,
     reserved_rows_per_request: int = 0,
+    pages: int | None = None,
 ) -> SelectionPlan | None:
     """Returns the reserved sizes; None for fake tensors, whose sizes may be symbols."""
     op = "plan_selection"
@@ -48,6 +49,8 @@ def check_plan_selection(
     check_contiguous(op, "plan", plan)
     _check_sizes(op, topk, block_table, rows_per_request, reserved_requests, reserved_rows_per_request)
     _check_geometry(op, page_size, interleave, rank, world)
+    if pages is not None and pages < 0:
+        reject(op, "pages", pages, "None, or 0 and up")
     if is_fake(topk):
         return None
     selection, words = _reserved(
@@ -62,7 +65,7 @@ def check_plan_selection(
         reject(op, "plan", "a misaligned first word", f"storage aligned to {ALIGNMENT_BYTES} bytes")
     check_no_overlap(op, {"plan": plan}, {"topk": topk, "block_table": block_table})
     if checked_mode():
-        _check_positions(op, topk, block_table, page_size, interleave, world)
+        _check_positions(op, topk, block_table, page_size, interleave, world, pages)
     return selection
 
 
@@ -110,15 +113,21 @@ def check_selected_slots(
 
 
 def resolve(
-    topk: torch.Tensor, block_table: torch.Tensor, page_size: int, interleave: int, world: int
+    topk: torch.Tensor,
+    block_table: torch.Tensor,
+    page_size: int,
+    interleave: int,
+    world: int,
+    num_pages: int | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Where each position is, in the cache of its owner: the same on every rank.
 
     Args:
         topk: [requests, entries] positions.
+        num_pages: of a cache; None: not known.
     Returns: (owners, slots), int64 of the same shape. Both are -1 for an entry that names no record: a negative
-        position, one beyond the block table, one in a page of the block table that is negative or too large for its
-        slots to be int32.
+        position, one beyond the block table, one in a page of the block table that is negative, or that the cache
+        lacks, or too large for its slots to be int32.
     """
     positions = topk.long()
     blocks = block_table.shape[1]
@@ -128,14 +137,15 @@ def resolve(
     block = local // page_size
     inside = (positions >= 0) & (block < blocks)
     pages = block_table.long().gather(1, torch.where(inside, block, 0))
-    found = inside & (pages >= 0) & (pages < page_limit(page_size))
+    found = inside & (pages >= 0) & (pages < page_limit(page_size, num_pages))
     slots = pages * page_size + local % page_size
     return torch.where(found, owner(positions, world, interleave), -1), torch.where(found, slots, -1)
 
 
-def page_limit(page_size: int) -> int:
-    """Pages below this one have slots that fit int32."""
-    return (_INT32_MAX + 1) // page_size
+def page_limit(page_size: int, num_pages: int | None = None) -> int:
+    """Pages below this one have slots that fit int32, and are among those of a cache where their number is known."""
+    limit = (_INT32_MAX + 1) // page_size
+    return limit if num_pages is None else min(limit, num_pages)
 
 
 @functools.lru_cache(maxsize=256)
@@ -189,13 +199,19 @@ def _check_geometry(op: str, page_size: int, interleave: int, rank: int, world: 
 
 
 def _check_positions(
-    op: str, topk: torch.Tensor, block_table: torch.Tensor, page_size: int, interleave: int, world: int
+    op: str,
+    topk: torch.Tensor,
+    block_table: torch.Tensor,
+    page_size: int,
+    interleave: int,
+    world: int,
+    pages: int | None,
 ) -> None:
     if topk.is_cuda:
         refuse_checks_under_capture(op)
     if topk.numel() == 0:
         return
-    owners, _ = resolve(topk.view(len(block_table), -1), block_table, page_size, interleave, world)
+    owners, _ = resolve(topk.view(len(block_table), -1), block_table, page_size, interleave, world, pages)
     bad = (topk != -1) & (owners.view_as(topk) < 0)
     limit = block_table.shape[1] * page_size * world
     reject_first_row(op, "topk", bad, topk, f"-1, or a position below {limit} on a page of the block table")

@@ -49,9 +49,10 @@ class SelectionPlan:
 
     def __post_init__(self) -> None:
         for name, least in (("requests", 0), ("rows_per_request", 1), ("topk", 1), ("world", 1)):
-            if getattr(self, name) < least:
+            value = getattr(self, name)
+            if not isinstance(value, int) or value < least:
                 raise ValueError(
-                    f"torch_sparse_mla.SelectionPlan: {name}: got {getattr(self, name)}; allowed: {least} or more"
+                    f"torch_sparse_mla.SelectionPlan: {name}: got {value!r}; allowed: an integer, {least} or more"
                 )
         if self.words > _INT32_MAX:
             raise ValueError(

@@ -16,6 +16,7 @@ def plan_selection(
     world: int,
     reserved_requests: int = 0,
     reserved_rows_per_request: int = 0,
+    pages: int | None = None,
 ) -> None:
     selection = check_plan_selection(
         topk,
@@ -28,6 +29,7 @@ def plan_selection(
         world,
         reserved_requests,
         reserved_rows_per_request,
+        pages,
     )
     remap, owned_slots = selection.remap(plan), selection.owned_slots(plan)
     owner_offsets, counts = selection.owner_offsets(plan), selection.counts(plan)
@@ -37,7 +39,7 @@ def plan_selection(
         view.zero_()
     requests, capacity = len(block_table), selection.capacity_per_request
     entries = topk.view(requests, rows_per_request * selection.topk)
-    owners, slots = resolve(entries, block_table, page_size, interleave, world)
+    owners, slots = resolve(entries, block_table, page_size, interleave, world, pages)
     remap_of_request = remap[: len(topk)].view(entries.shape)
     for request in range(requests):
         found = (owners[request] >= 0).nonzero().flatten()

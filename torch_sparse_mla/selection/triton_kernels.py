@@ -58,6 +58,7 @@ def plan_selection(
     world: int,
     reserved_requests: int = 0,
     reserved_rows_per_request: int = 0,
+    pages: int | None = None,
 ) -> None:
     call = _checked(
         topk,
@@ -70,6 +71,7 @@ def plan_selection(
         world,
         reserved_requests,
         reserved_rows_per_request,
+        pages,
     )
     selection = call.checked
     if selection.requests == 0:
@@ -88,7 +90,7 @@ def plan_selection(
                 entries,
                 blocks,
                 block_table.stride(0),
-                page_limit(page_size) - 1,
+                page_limit(page_size, pages) - 1,
                 selection.capacity_per_request,
                 launches.offsets["first_entries"],
                 launches.offsets["tables"],
@@ -486,7 +488,7 @@ def _page(block_table_ptr, position, mask, num_blocks, WORLD: tl.constexpr, PAGE
 
 @triton.jit
 def _is_record(page, last_page):
-    """Whether slots of the page fit int32."""
+    """Whether the cache has the page, and its slots fit int32."""
     return (page >= 0) & (page <= last_page)
 
 

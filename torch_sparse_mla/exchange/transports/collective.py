@@ -1,7 +1,8 @@
 """Ranks that are processes of a `torch.distributed` group, tensors on the CPU: messages of exact size between ranks.
 
 Each rank sends each peer a header and a payload in every exchange, whatever it owns: nobody ever skips a message.
-Waits are for one peer at a time, so that an error can say who is missing.
+Waits are for one peer at a time, so that an error can say who is missing. Receives are posted by `start`, into room for
+the largest message, so that a wait needs a peer's start, not its wait: two channels may be waited for in any order.
 
 Messages go through a gloo group of the channel's own: a message that times out or is given up breaks its connections,
 which must not be those of the user's group, nor those of a later channel of the same name.
@@ -46,6 +47,7 @@ class CollectiveTransport:
         self.group: dist.ProcessGroupGloo | None = None
         self.timeout = datetime.timedelta(seconds=channel.configuration.timeout_s)
         self.headers: dict[int, tuple[dist.Work, torch.Tensor]] = {}
+        self.payloads: dict[int, tuple[dist.Work, torch.Tensor]] = {}
         self.sends: dict[int, list[tuple[dist.Work, torch.Tensor]]] = {}
         self.failure: ExchangeError | None = None
 
@@ -56,10 +58,15 @@ class CollectiveTransport:
         records = outgoing(call, places)
         place(call, places, records[self.channel.rank])
         header = torch.tensor([epoch, call.layers, plan_digest(call)])
+        sizes = self.channel.configuration
+        most = sizes.layers * sizes.capacity_records * sizes.record_bytes
         for peer in self._peers():
             payload = _as_message(records[peer])
             given = torch.zeros(HEADER_WORDS, dtype=torch.int64)
             self.headers[peer] = (self._meet(peer, epoch, self._receive, given, 0), given)
+            # Memory that no message reaches is never touched.
+            room = torch.empty(most, dtype=torch.uint8)
+            self.payloads[peer] = (self._meet(peer, epoch, self._receive, room, 1), room)
             self.sends[peer] = [
                 (self._meet(peer, epoch, self._send, header, 0), header),
                 (self._meet(peer, epoch, self._send, payload, 1), payload),
@@ -77,18 +84,14 @@ class CollectiveTransport:
             if int(header[2]) != plan_digest(call):
                 raise self._failed(ERRORS[OTHER_PLAN].format(peer=peer), epoch)
         record_bytes = self.channel.configuration.record_bytes
-        arriving = {}
-        for peer in self._peers():
-            records = torch.empty(call.layers, len(places[peer]), record_bytes, dtype=torch.uint8)
-            message = _as_message(records)
-            arriving[peer] = (self._meet(peer, epoch, self._receive, message, 1), records)
-        for peer, (work, records) in arriving.items():
+        for peer, (work, room) in self.payloads.items():
             self._complete(peer, epoch, work)
-            place(call, places[peer], records)
+            records = room[: call.layers * len(places[peer]) * record_bytes]
+            place(call, places[peer], records.view(call.layers, -1, record_bytes))
         for peer, sends in self.sends.items():
             for work, _ in sends:
                 self._complete(peer, epoch, work)
-        self.headers, self.sends = {}, {}
+        self.headers, self.payloads, self.sends = {}, {}, {}
         counters.count(call, WAITED, epoch)
 
     def refuse_if_alone(self, call: ExchangeCall) -> None:
@@ -99,7 +102,7 @@ class CollectiveTransport:
         if self.group is not None:
             self.group.abort()
         self.group = None
-        self.headers, self.sends = {}, {}
+        self.headers, self.payloads, self.sends = {}, {}, {}
 
     def _peers(self) -> list[int]:
         return [(self.channel.rank + step) % self.channel.world for step in range(1, self.channel.world)]

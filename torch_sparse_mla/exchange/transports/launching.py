@@ -31,12 +31,12 @@ def address_table(addresses: list[int], channel: Any) -> torch.Tensor:
     distances = [address - table.data_ptr() for address in addresses]
     if any(distance % VECTOR_BYTES for distance in distances):
         raise RuntimeError(f"peer memory at {addresses} is not aligned to {VECTOR_BYTES} bytes")
-    return table.copy_(torch.tensor([distance // VECTOR_BYTES for distance in distances]))
+    return table.copy_(torch.tensor([distance // VECTOR_BYTES for distance in distances], device="cpu"))
 
 
 def host_words(device: torch.device) -> torch.Tensor:
     """Host memory that kernels can write: error code, peer, epoch."""
-    words = torch.zeros(HOST_WORDS, dtype=torch.int32)
+    words = torch.zeros(HOST_WORDS, dtype=torch.int32, device="cpu")
     return words.pin_memory() if device.type == "cuda" else words
 
 
