@@ -107,6 +107,14 @@ def test_select_whose_scores_rise():
     assert decoded(arguments[6]) == case.expected()
 
 
+def test_select_of_a_key_that_is_no_number():
+    case = select_case("fp32", (6,), ((0, 23),))
+    arguments = case.args()
+    arguments[2][case.block_table[0, 0], 2] = float("nan")
+    triton_kernels_select.c4_select(*arguments)
+    assert decoded(arguments[6])[0][0][-1] == (float("-inf"), 2)
+
+
 def test_select_sees_no_missing_page():
     case = select_case("fp32", (200,), ((0, 799),), num_pools=200)
     arguments = case.args()

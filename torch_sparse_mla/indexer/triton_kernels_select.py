@@ -173,7 +173,8 @@ def _select_pools_kernel(
             else:
                 keys, scale = _load_keys(pools_ptr, at, present, NATIVE)
                 products = tl.dot(keys, tl.trans(queries))
-            weighted = tl.maximum(products, 0.0) * weights[None, :]
+            # As `relu` does; a score that is no number then counts as the lowest.
+            weighted = tl.maximum(products, 0.0, propagate_nan=tl.PropagateNan.ALL) * weights[None, :]
             scores = tl.sum(tl.reshape(weighted, [TILE, ROWS, HEADS]), 2) * scale[:, None]
             pool = first + tl.arange(0, TILE)
             candidate = _candidates(scores, _global_pool(pool, rank, WORLD, INTERLEAVE))
