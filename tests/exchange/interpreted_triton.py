@@ -208,12 +208,12 @@ def test_a_replay_after_close_moves_nothing_and_check_says_so(generator, monkeyp
     world.load(make_step(world.shape, generator))
     rank, channel = world.ranks[0], world.channels[0]
     call = contract.check_ce_exchange_start(*rank.arguments(channel))
-    peers = channel.transport.peers
+    transport = channel.transport
     channel.transport.captured = True
     channel.close()
     with pytest.raises(ExchangeError, match=r"is closed"):
         channel.check()
-    launching.push(call, peers)
+    transport._send(call)
     assert all((workspace == POISON).all() for workspace in rank.workspaces)
     with pytest.raises(ExchangeError, match=r"a CUDA graph that captured the channel was replayed after close"):
         channel.check()
@@ -225,8 +225,7 @@ def test_captured_starts_are_not_counted_and_end_the_guess_about_threads(generat
     exchange(world, make_step(world.shape, generator))
     with monkeypatch.context() as patch:
         patch.setattr(launching, "is_capturing", lambda tensor: True)
-        patch.setattr(launching, "push", lambda *arguments: None)
-        patch.setattr(launching, "wait", lambda *arguments: None)
+        patch.setattr(launching, "run", lambda *arguments: None)
         ce_exchange_layers(*world.ranks[0].arguments(world.channels[0]))
     assert world.channels[0].transport.board.shared["issued"] == [1, 1]
     exchange(world, make_step(world.shape, generator))
@@ -239,7 +238,7 @@ def test_a_launch_that_fails_is_not_counted(generator, monkeypatch):
     world = interpreted_world(Shape(world=2))
     world.load(make_step(world.shape, generator))
     with monkeypatch.context() as patch:
-        patch.setattr(launching, "push", lambda *arguments: 1 / 0)
+        patch.setattr(launching, "run", lambda *arguments: 1 / 0)
         with pytest.raises(ZeroDivisionError):
             start_all(world)
     assert world.channels[0].transport.board.shared["issued"] == [0, 0]

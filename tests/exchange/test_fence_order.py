@@ -51,7 +51,7 @@ def test_push_fences_for_the_system_between_payload_and_flags(form):
     payload = positions(lines, r"st\.global\.(v4\.b32|b8)")
     (fence,) = positions(lines, r"fence\.acq_rel\.sys")
     assert payload and max(payload) < fence
-    counted = positions(lines, r"atom\.(global\.)?(sys\.acq_rel|acq_rel\.sys).*add")
+    counted = positions(lines, COUNTED)
     if form.endswith("more-layers-follow"):
         assert not counted
         return
@@ -96,7 +96,7 @@ def timeout_parameter(form: str) -> str:
     return rf"ld\.param\.b64.*_param_{parameters.index('timeout_ns')}\]"
 
 
-COUNTED = r"atom\.(global\.)?(sys\.acq_rel|acq_rel\.sys).*add"
+COUNTED = r"atom\.(global\.)?(gpu\.acq_rel|acq_rel\.gpu).*add"
 
 
 @pytest.mark.parametrize("form", PACK_FORMS)
