@@ -1,7 +1,7 @@
 """What `auto` would choose from measured figures of links and kernels, where every strategy was measured too.
 
-The figures are those of profiling/results: two H200s for exchanges and whole steps, one H200 for kernels. There is no
-figure of the attention alone for owner_merge and peer_read: it is what is left of a step without its moves. Nor is there
+The figures are those of profiling/results: two H200s for exchanges and whole steps, one H200 for kernels. No figure is
+there of the attention alone for owner_merge and peer_read: it is what is left of a step without its moves. Nor is there
 one of what patching costs: it is what is left of the step of one row.
 """
 

@@ -230,7 +230,7 @@ class Channel:
                 _closed.add(self.name)
         if self.transport is not None:
             self.transport.close()
-            self.transport = None
+            self.transport, self.workspaces = None, []
             self.group.leave(self.configuration.name, f"rank {self.rank} closed its channel")
 
     def check(self) -> None:

@@ -291,12 +291,14 @@ def _wait_kernel(
     waited = tl.load(state + WAITED)
     if _is_refused(state, peers, host_error, tag, rank, NATIVE):
         return
+    # By the counter of starts: the block that waits may have counted the wait before another one looks.
+    last_placed = tl.load(_own_words(peers, own, slab_16, world) + PLACED_WORD)
+    placed = ((place >= 0) & (last_placed == started)).to(tl.int32)
+    if (placed != 0) & (block + layer > 0):
+        return
     epoch = waited + 1
     if started == waited:
         _record_error(state, peers, host_error, WAIT_BEFORE_START, rank, waited, NATIVE)
-        return
-    placed = (tl.load(_own_words(peers, own, slab_16, world) + PLACED_WORD) == epoch).to(tl.int32)
-    if (placed != 0) & (block + layer > 0):
         return
     workspace = _units(_choose(layer, workspace_0, workspace_1, workspace_2, workspace_3), UNIT)
     slab = own + (epoch & 1) * slab_16 + (first_layer + layer).to(tl.int64) * slab_layer_16
