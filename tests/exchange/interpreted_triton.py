@@ -69,19 +69,13 @@ class WorldWithSets:
             channel.check()
             self.check(rank.workspaces, expected[rank.rank])
             rank.poison()
-        placed = {self.last_placed(channel) == int(channel.state[1]) for channel in self.channels}
+        placed = {int(channel.transport.own_words[0]) == int(channel.state[1]) for channel in self.channels}
         assert len(placed) == 1
         return placed.pop()
 
     @staticmethod
     def check(workspaces, expected):
         assert all(torch.equal(workspace, values) for workspace, values in zip(workspaces, expected, strict=True))
-
-    @staticmethod
-    def last_placed(channel):
-        """The first word behind the flags."""
-        words = channel.transport.memory.own[2 * launching.slab_bytes(channel) :].view(torch.int32)
-        return int(words[-(-triton_kernels.FLAG_ROWS * channel.world // 4) * 4])
 
 
 def interpreted_transport(channel):

@@ -267,6 +267,7 @@ class Channel:
             "device": str(self.device),
             "slab": f"{sizes.layers} layers x {sizes.capacity_records} records x {sizes.record_bytes} bytes",
             "timeout": f"{sizes.timeout_s} s",
+            **({"workspaces": f"{sizes.workspace_sets} sets as large as the slab"} if sizes.workspace_sets else {}),
             **of_transport,
         }
 
@@ -362,10 +363,18 @@ def _connect(channel: Channel) -> None:
         f"import {module}",
         lambda: importlib.import_module(f".transports.{module}", __package__).connect,
     )
-    channel.sharing = group.sharing(channel.configuration.name, channel.device)
+    if device == "cuda":
+        channel.sharing = group.sharing(channel.configuration.name, channel.device)
     channel.transport = connect(channel)
-    channel.workspaces = getattr(channel.transport, "workspaces", None) or group.agree(
-        channel.configuration.name, "workspaces", channel.new_workspaces
-    )
+    if channel.configuration.workspace_sets:
+        channel.workspaces = getattr(channel.transport, "workspaces", None) or _agreed_workspaces(channel)
     channel.transport_name = name
     channel.why = "asked for" if asked != "auto" else f"the transport for {group.described} on {device}"
+
+
+def _agreed_workspaces(channel: Channel) -> list[list[torch.Tensor]]:
+    try:
+        return channel.group.agree(channel.configuration.name, "workspaces", channel.new_workspaces)
+    except BaseException:
+        channel.transport.close()
+        raise

@@ -27,7 +27,7 @@ class Group(Protocol):
         """The name that a channel has in this process."""
 
     def sharing(self, name: str, device: torch.device) -> int:
-        """How many ranks of a channel, this one among them, have this rank's device. Collective."""
+        """How many ranks of a channel, this one among them, have this rank's GPU. Collective."""
 
     def leave(self, name: str, why: str) -> None:
         """This rank takes no further part in a channel."""
@@ -166,10 +166,7 @@ class ProcessRank:
         return name
 
     def sharing(self, name: str, device: torch.device) -> int:
-        def identity() -> str:
-            return "cpu" if device.type == "cpu" else str(torch.cuda.get_device_properties(device).uuid)
-
-        own, told = self._tell("device", identity, True)
+        own, told = self._tell("device", lambda: str(torch.cuda.get_device_properties(device).uuid), True)
         return told.count(own)
 
     def leave(self, name: str, why: str) -> None:

@@ -54,8 +54,13 @@ def memory_bytes(channel: Any) -> int:
 def _sets_begin(channel: Any) -> int:
     """Behind the slabs, the flags, and the words of a rank's own: one, and one for each set but at least one."""
     own_words = kernels.USED_WORD.value + max(channel.configuration.workspace_sets, 1)
-    words = -(-kernels.FLAG_ROWS * channel.world // 4) + -(-own_words // 4)
-    return SLABS * launching.slab_bytes(channel) + 16 * words
+    words = _words_begin(channel) + -(-own_words // 4) * 4
+    return SLABS * launching.slab_bytes(channel) + 4 * words
+
+
+def _words_begin(channel: Any) -> int:
+    """Behind the flags, which begin a vector."""
+    return -(-kernels.FLAG_ROWS * channel.world // 4) * 4
 
 
 def loopback_memory(channel: Any, size: int) -> PeerMemory:
@@ -194,6 +199,10 @@ class DirectTransport(PeerTransport):
         super().__init__(channel, memory)
         words = memory.own[SLABS * launching.slab_bytes(channel) :].view(torch.int32)
         self.flags = words[: channel.world]
+        # The last exchange that peers wrote into a set; for each set the last that used it.
+        self.own_words = words[_words_begin(channel) :][
+            : kernels.USED_WORD.value + channel.configuration.workspace_sets
+        ]
         sizes, begin = channel.configuration, _sets_begin(channel)
         layer_bytes, used = launching.layer_bytes(channel), sizes.capacity_records * sizes.record_bytes
         sets = memory.own[begin:].view(sizes.workspace_sets, sizes.layers, layer_bytes)[..., :used]
