@@ -237,6 +237,9 @@ def _push_kernel(
                         memory = _units(_pointer(peers, tl.load(peers + 1 + target) + there), UNIT)
                         _store_vectors(memory, to, values, inside, UNIT)
             base += capacity
+    if LAST:
+        # Here, so that it is not waited for where stores are.
+        digest = _plan_digest(owner_offsets, requests * (world + 1))
     _fence(NATIVE)
     if LAST:
         is_last = _is_last_block(state + START_BLOCKS)
@@ -246,7 +249,6 @@ def _push_kernel(
             tl.store(words + PLACED_WORD, epoch - 1 + placed)
             if place >= 0:
                 tl.store(words + USED_WORD + place, epoch)
-            digest = _plan_digest(owner_offsets, requests * (world + 1))
             for target in range(num_targets):
                 flags = _flags(peers, tl.load(peers + 1 + target), slab_16)
                 said = call_layers + placed * (place + 1) * SET_UNIT

@@ -153,7 +153,8 @@ def push_launches(channel: Any, operands: Operands, peers: torch.Tensor, place: 
 
 def wait_launches(channel: Any, operands: Operands, peers: torch.Tensor, place: tuple[int, int]) -> Iterator[Launch]:
     """Bring the peers' records from where they arrived into the workspaces, and count the exchange as waited for."""
-    per_sm = kernels.BLOCKS_PER_SM // 2
+    # Where peers write the workspaces there is as good as nothing to copy.
+    per_sm = kernels.BLOCKS_PER_SM // 2 if place[0] < 0 else 1
     for first, grid, form in launches(channel, len(operands.caches), operands.unit, per_sm, channel.sharing):
         arguments = (
             *padded(operands.workspaces, first),
