@@ -346,7 +346,7 @@ def test_sets_in_turn_are_written_by_peers(shape, generator):
     assert all((slab == POISON).all() for slab in slabs)
 
 
-@pytest.mark.parametrize("counter", [0, 2**31 - 3, -4])
+@pytest.mark.parametrize("counter", [2**31 - 3, -4])
 def test_a_set_that_was_used_of_late_goes_by_a_slab(counter, generator):
     world = WorldWithSets(generator, counter)
     for number in (0, 1, 2):

@@ -41,7 +41,7 @@ class Rules:
     release_before_reuse: bool = True
     wait_for_every_peer: bool = True
     wait_before_next_start: bool = True
-    cyclic_compare: bool = True
+    flags_by_parity: bool = True
     reset_by_last_block: bool = True
     reject_before_counting: bool = True
     reuse_distance: bool = True
@@ -96,7 +96,7 @@ class Rank:
     def __init__(self, world: int, counter: int) -> None:
         self.started = self.waited = counter
         self.push_blocks = self.wait_blocks = 0
-        self.arrived = [counter] * world
+        self.arrived = [[counter] * world for _ in range(SLABS)]
         self.slabs = [{} for _ in range(SLABS)]
         self.host_epoch = counter
         # What lies in the sets; the exchange that used each last; the last one that was placed.
@@ -249,10 +249,9 @@ class Machine:
         distance = ((epoch if on_device else host.epoch) - used) % MODULUS
         return (REUSE_DISTANCE if self.rules.reuse_distance else 2) <= distance < MODULUS // 2
 
-    def reached(self, flag: int, epoch: int) -> bool:
-        if self.rules.cyclic_compare:
-            return (flag - epoch) % MODULUS < MODULUS // 2
-        return flag >= epoch
+    def flags(self, rank: int, epoch: int) -> list[int]:
+        """Those of the peers of a rank that tell of an exchange."""
+        return self.ranks[rank].arrived[epoch % SLABS if self.rules.flags_by_parity else 0]
 
     def push(self, rank: int, call: Call, number: int, host: Host, block: int) -> Steps:
         state = self.ranks[rank]
@@ -275,7 +274,7 @@ class Machine:
             if self.rules.reset_by_last_block:
                 state.push_blocks = 0
             for peer in self.peers(rank):
-                flags = self.ranks[peer].arrived
+                flags = self.flags(peer, epoch)
                 land = lambda flags=flags: flags.__setitem__(rank, epoch)  # noqa: E731
                 self.network.append(Store(rank, peer, self.rules.fence_before_flag, land))
             state.placed = epoch if placed else (epoch - 1) % MODULUS
@@ -298,7 +297,8 @@ class Machine:
             sent = self.sent(call, peer, BLOCKS_OF_ALL if placed else (block,))
             early = [memory.get(key) for key in sent]
             if sent or self.rules.wait_for_every_peer:
-                yield lambda peer=peer: self.reached(state.arrived[peer], epoch)
+                # Equal: a peer sends the next one of this parity only after this wait.
+                yield lambda peer=peer: self.flags(rank, epoch)[peer] == epoch
             for key, before in zip(sent, early, strict=True):
                 found = memory.get(key) if self.rules.acquire_before_read else before
                 self.check(rank, key[0], found, number)

@@ -56,7 +56,7 @@ def test_push_fences_for_the_system_between_payload_and_flags(form):
         assert not counted
         return
     (counted,) = counted
-    flag = positions(lines, r"st\.release\.sys\.global")[-1]
+    flag = positions(lines, r"st\.release\.sys\.global\.b64")[-1]
     assert [number for number in positions(lines, r"bar\.sync") if fence < number < counted]
     assert fence < counted < flag
 
@@ -71,7 +71,7 @@ def test_every_record_moves_in_vectors_of_16_bytes():
 @pytest.mark.parametrize("form", WAIT_FORMS)
 def test_wait_polls_with_acquire_before_it_reads_and_leaves_the_loop_in_time(form):
     lines = ptx_lines(form)
-    polls = positions(lines, r"(acquire\.sys|sys\.acquire)\.b32")
+    polls = positions(lines, r"(acquire\.sys|sys\.acquire)\.b64")
     payload = positions(lines, r"ld\.global\.(v4\.b32|b8)")
     clocks = positions(lines, r"%globaltimer")
     assert len(polls) == 2 and len(clocks) == 2 and payload

@@ -5,10 +5,10 @@ Timeline of one exchange of epoch e, on each rank (one stream, or one thread on 
     start   e = started + 1, slab e % 2          counters are device data: a graph replay counts like an eager call
             own records   -> own workspaces      cache[slot] -> workspace[request * capacity_per_request + position]
             own records   -> slab of every peer  at the same place, so that nothing is sorted on arrival
-            fence, then flag[own rank] = e       in the memory of every peer, a rank that owns nothing included
+            fence, then flag e % 2 = e           in the memory of every peer, a rank that owns nothing included
             started = e
     (other work; the workspaces are undefined)
-    wait    poll flag[peer] until it reaches e   cyclic comparison; gives up after the timeout, naming peer and epoch
+    wait    poll flag e % 2 until it is e        gives up after the timeout, naming peer and epoch
             slab e % 2    -> own workspaces      the peer's segments
             waited = e
     (attention reads the workspaces)
@@ -44,6 +44,7 @@ from .group import Group, as_group
 TRANSPORTS = ("auto", "direct", "ce", "collective", "loopback")
 MAX_RECORD_BYTES = 65_536
 MAX_LAYERS = 1024
+MAX_WORKSPACE_SETS = 30
 MAX_CAPACITY_RECORDS = 2**31 - 1
 DEFAULT_TIMEOUT_S = 5.0
 
@@ -330,8 +331,9 @@ def _check(sizes: ChannelConfiguration, group: Group) -> None:
     packs = sizes.transport == "ce" or (sizes.transport == "collective" and sizes.device_type == "cuda")
     if sizes.scatter and packs:
         reject(_OP, "scatter", f"True with transport {sizes.transport}", "direct, loopback, or collective on the CPU")
-    if not isinstance(sizes.workspace_sets, int) or not 0 <= sizes.workspace_sets <= MAX_LAYERS:
-        reject(_OP, "workspace_sets", repr(sizes.workspace_sets), f"an integer from 0 to {MAX_LAYERS}")
+    if not isinstance(sizes.workspace_sets, int) or not 0 <= sizes.workspace_sets <= MAX_WORKSPACE_SETS:
+        allowed = f"an integer from 0 to {MAX_WORKSPACE_SETS}"
+        reject(_OP, "workspace_sets", repr(sizes.workspace_sets), allowed)
     try:
         SelectionPlan(sizes.requests, 1, sizes.capacity_records // sizes.requests, group.world)
     except ValueError as error:

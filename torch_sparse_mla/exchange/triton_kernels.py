@@ -54,19 +54,19 @@ OPTIONS = {"num_warps": NUM_WARPS, "maxnreg": MAX_REGISTERS}
 # Words of four bytes, in vectors of 16 bytes; or as many vectors of one byte, each of which takes a register.
 UNITS_PER_TILE = 2048
 
-# Two slabs, by parity of the epoch. Flag words, each [world]: the epoch that arrived; layers and plan, by parity.
+# Two slabs and two flags of each peer, by parity of the epoch. A flag is one 64-bit word, since a second store would
+# have to be acknowledged before it: from the lowest bit the layers of the call, the set that it was placed into, and
+# the end of the epoch; above them the digest of the plan.
 SLABS = tl.constexpr(2)
-LAYERS_ROW = tl.constexpr(1)
-PLAN_ROW = tl.constexpr(3)
-FLAG_ROWS = 5
+LAYER_BITS = tl.constexpr(11)
+EPOCH_SHIFT = tl.constexpr(16)
+DIGEST_SHIFT = tl.constexpr(32)
+FLAG_BYTES = 2 * 8
 # Words of a rank's own, behind the flags: the last exchange that came straight into its workspaces; then for each set
 # of them the last exchange that used it.
 PLACED_WORD = tl.constexpr(0)
 USED_WORD = tl.constexpr(1)
 REUSE_DISTANCE = tl.constexpr(channels.REUSE_DISTANCE)
-# Beyond the most layers of a call: the word of layers says into which set they were placed, too.
-SET_UNIT = tl.constexpr(2 * channels.MAX_LAYERS)
-_FLAG_ROWS = tl.constexpr(FLAG_ROWS)
 # The interpreter runs programs one after another: a flag that is not there at once never comes.
 INTERPRETED_POLLS = tl.constexpr(3)
 
@@ -249,12 +249,11 @@ def _push_kernel(
             tl.store(words + PLACED_WORD, epoch - 1 + placed)
             if place >= 0:
                 tl.store(words + USED_WORD + place, epoch)
+            flag = digest.to(tl.int64) << DIGEST_SHIFT
+            flag |= _flag_low(epoch, call_layers, placed, place).to(tl.int64) & 0xFFFFFFFF
             for target in range(num_targets):
                 flags = _flags(peers, tl.load(peers + 1 + target), slab_16)
-                said = call_layers + placed * (place + 1) * SET_UNIT
-                tl.store(flags + (LAYERS_ROW + (epoch & 1)) * world + rank, said)
-                tl.store(flags + (PLAN_ROW + (epoch & 1)) * world + rank, digest)
-                _store_release(flags + rank, epoch, NATIVE)
+                _store_release(flags + (epoch & 1) * world + rank, flag, NATIVE)
 
 
 @triton.jit(do_not_specialize=SCALARS)
@@ -307,12 +306,13 @@ def _wait_kernel(
     flags = _flags(peers, own, slab_16)
     memory = _units(_pointer(peers, slab), UNIT)
     digest = _plan_digest(owner_offsets, requests * (world + 1))
-    said = call_layers + placed * (place + 1) * SET_UNIT
+    expected = _flag_low(epoch, call_layers, placed, place)
+    arrived = flags + (epoch & 1) * world
     failed = 0
     for step in range(1, world):
         peer = (rank + step) % world
         if failed == 0:
-            failed = _await(flags, peer, world, epoch, said, digest, timeout_ns, NATIVE)
+            failed = _await(arrived + peer, expected, digest, timeout_ns, NATIVE)
             if failed != 0:
                 _record_error(state, peers, host_error, failed, peer, epoch, NATIVE)
         if (failed == 0) & (placed == 0):
@@ -332,39 +332,54 @@ def _wait_kernel(
 
 
 @triton.jit
-def _await(flags, peer, world, epoch, said, digest, timeout_ns, NATIVE: tl.constexpr):
-    """Poll until the peer's flag reaches the epoch. Returns 0, or the error."""
-    behind = tl.atomic_add(flags + peer, 0, sem="acquire", scope="sys") - epoch
+def _await(flag, expected, digest, timeout_ns, NATIVE: tl.constexpr):
+    """Poll until the flag is of this epoch. Returns 0, or the error."""
+    found = _poll(flag)
     polls = 0
-    waiting = (behind < 0).to(tl.int32)
+    waiting = _is_behind(found, expected).to(tl.int32)
     begin = _now(NATIVE)
     while waiting != 0:
-        behind = tl.atomic_add(flags + peer, 0, sem="acquire", scope="sys") - epoch
+        found = _poll(flag)
         polls += 1
         late = _now(NATIVE) - begin > timeout_ns if NATIVE else polls >= INTERPRETED_POLLS
-        waiting = ((behind < 0) & (late == 0)).to(tl.int32)
+        waiting = (_is_behind(found, expected) & (late == 0)).to(tl.int32)
     tl.debug_barrier()
-    its_layers = tl.load(flags + (LAYERS_ROW + (epoch & 1)) * world + peer, cache_modifier=".cv")
-    its_plan = tl.load(flags + (PLAN_ROW + (epoch & 1)) * world + peer, cache_modifier=".cv")
     result = 0
-    if behind < 0:
+    if _is_behind(found, expected):
         result = TIMED_OUT
-    elif its_layers != said:
+    elif found.to(tl.int32) != expected:
         result = OTHER_CALL
-    elif its_plan != digest:
+    elif (found >> DIGEST_SHIFT).to(tl.int32) != digest:
         result = OTHER_PLAN
     return result
 
 
 @triton.jit
+def _poll(flag):
+    return tl.atomic_add(flag, tl.full((), 0, tl.int64), sem="acquire", scope="sys")
+
+
+@triton.jit
+def _is_behind(found, expected):
+    """A peer's last flag of the same parity is this exchange's or the one's two before."""
+    return ((found.to(tl.int32) ^ expected) >> EPOCH_SHIFT) != 0
+
+
+@triton.jit
+def _flag_low(epoch, call_layers, placed, place):
+    """The lower half of a flag."""
+    return (epoch << EPOCH_SHIFT) | (placed * (place + 1) << LAYER_BITS) | call_layers
+
+
+@triton.jit
 def _flags(peers, memory, slab_16):
     """Of the rank whose memory is so many times 16 bytes after the table."""
-    return _pointer(peers, memory + SLABS * slab_16).to(tl.pointer_type(tl.int32))
+    return _pointer(peers, memory + SLABS * slab_16).to(tl.pointer_type(tl.int64))
 
 
 @triton.jit
 def _own_words(peers, own, slab_16, world):
-    return _flags(peers, own, slab_16) + tl.cdiv(_FLAG_ROWS * world, 4) * 4
+    return (_flags(peers, own, slab_16) + 2 * world).to(tl.pointer_type(tl.int32))
 
 
 @triton.jit

@@ -180,8 +180,26 @@ def _fence(NATIVE: tl.constexpr):
 
 @triton.jit
 def _store_release(pointer, value, NATIVE: tl.constexpr):
-    """By one thread, after all that it knows of. A plain store: PCIe carries no atomics."""
-    if NATIVE:
+    """By one thread, after all that it knows of. A plain store, of 4 or 8 bytes: PCIe carries no atomics."""
+    if not NATIVE:
+        tl.atomic_xchg(pointer, value, sem="release", scope="sys")
+    elif pointer.dtype.element_ty == tl.int64:
+        tl.inline_asm_elementwise(
+            """{
+            .reg .pred first;
+            .reg .b32 thread;
+            mov.u32 thread, %tid.x;
+            setp.eq.u32 first, thread, 0;
+            @first st.release.sys.global.b64 [$1], $2;
+            mov.b32 $0, thread;
+            }""",
+            "=r,l,l",
+            [pointer, value],
+            tl.int32,
+            is_pure=False,
+            pack=1,
+        )
+    else:
         tl.inline_asm_elementwise(
             """{
             .reg .pred first;
@@ -197,8 +215,6 @@ def _store_release(pointer, value, NATIVE: tl.constexpr):
             is_pure=False,
             pack=1,
         )
-    else:
-        tl.atomic_xchg(pointer, value, sem="release", scope="sys")
 
 
 @triton.jit

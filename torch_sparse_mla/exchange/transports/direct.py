@@ -1,8 +1,8 @@
 """Peer memory on GPUs: a kernel stores each owned record where it belongs in the slab of every peer, then the flags.
 
-The memory of a rank: two slabs [layers, capacity_records, record_bytes], by parity of the epoch; int32 words [5, world]
-that peers write at their own rank: the epoch that arrived, and for each parity the layers of that call and a digest of
-its owner offsets; words of its own; and the sets of workspaces that the channel hands out, each as large as a slab.
+The memory of a rank: two slabs [layers, capacity_records, record_bytes], by parity of the epoch; int64 flags
+[2, world], by parity, that peers write at their own rank: which epoch arrived, how many layers, and a digest of owner
+offsets; words of its own; and the sets of workspaces that the channel hands out, each as large as a slab.
 Loopback ranks share a device, and run the same kernels on the same layout.
 
 Into such a set peers store at once what they would else store into a slab, and nothing is copied, provided that at
@@ -54,13 +54,8 @@ def memory_bytes(channel: Any) -> int:
 def _sets_begin(channel: Any) -> int:
     """Behind the slabs, the flags, and the words of a rank's own: one, and one for each set but at least one."""
     own_words = kernels.USED_WORD.value + max(channel.configuration.workspace_sets, 1)
-    words = _words_begin(channel) + -(-own_words // 4) * 4
-    return SLABS * launching.slab_bytes(channel) + 4 * words
-
-
-def _words_begin(channel: Any) -> int:
-    """Behind the flags, which begin a vector."""
-    return -(-kernels.FLAG_ROWS * channel.world // 4) * 4
+    flags = kernels.FLAG_BYTES * channel.world
+    return SLABS * launching.slab_bytes(channel) + flags + -(-4 * own_words // 16) * 16
 
 
 def loopback_memory(channel: Any, size: int) -> PeerMemory:
@@ -197,12 +192,11 @@ class PeerTransport(abc.ABC):
 class DirectTransport(PeerTransport):
     def __init__(self, channel: Any, memory: PeerMemory) -> None:
         super().__init__(channel, memory)
-        words = memory.own[SLABS * launching.slab_bytes(channel) :].view(torch.int32)
-        self.flags = words[: channel.world]
+        begin, size = SLABS * launching.slab_bytes(channel), kernels.FLAG_BYTES * channel.world
+        self.flags = memory.own[begin : begin + size].view(torch.int64)
         # The last exchange that peers wrote into a set; for each set the last that used it.
-        self.own_words = words[_words_begin(channel) :][
-            : kernels.USED_WORD.value + channel.configuration.workspace_sets
-        ]
+        words = memory.own[begin + size :].view(torch.int32)
+        self.own_words = words[: kernels.USED_WORD.value + channel.configuration.workspace_sets]
         sizes, begin = channel.configuration, _sets_begin(channel)
         layer_bytes, used = launching.layer_bytes(channel), sizes.capacity_records * sizes.record_bytes
         sets = memory.own[begin:].view(sizes.workspace_sets, sizes.layers, layer_bytes)[..., :used]
