@@ -396,7 +396,9 @@ class DcpSparseDecode:
         return predict(self.rank.sizes, self.costs)
 
     def _over(self) -> str:
-        """What moves most cheaply what the chosen strategy moves: "channel" or "nccl"."""
+        """What moves what the chosen strategy moves: "channel" or "nccl", where both can the cheaper."""
+        if self.rank.sends_messages and self.chosen == "owner_merge":
+            return "nccl"
         ways = [row for row in self._predictions() if row.strategy == self.chosen]
         return min(ways, key=lambda prediction: prediction.us_per_layer).over
 

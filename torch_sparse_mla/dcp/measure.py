@@ -277,6 +277,7 @@ def _measure_device(rank: Rank, device: torch.device) -> dict[str, float]:
     selection = SelectionPlan(sizes.requests, sizes.rows_per_request, sizes.topk, world)
     plan, slots, counts = selection.empty(device), torch.empty_like(own), torch.empty_like(shares)
     visible, targets = torch.empty_like(inputs.topk), torch.arange(sizes.rows, device=device).int() % sizes.topk
+    absent = torch.full((), -1, dtype=torch.int32, device=device)
     workspace = rank.workspace(world * sizes.rows, sizes.heads, device)
 
     def attend_owner() -> None:
@@ -290,7 +291,7 @@ def _measure_device(rank: Rank, device: torch.device) -> dict[str, float]:
         selected_slots(*lists, **rank.geometry, world=world, slots=slots, counts=counts)
 
     def make_plan() -> None:
-        visible.copy_(inputs.topk).masked_fill_(inputs.topk >= inputs.lengths.unsqueeze(1), -1)
+        torch.where(inputs.topk < inputs.lengths.unsqueeze(1), inputs.topk, absent, out=visible)
         plan_selection(visible, inputs.block_table, selection, plan=plan, **rank.geometry)
 
     def patch() -> None:

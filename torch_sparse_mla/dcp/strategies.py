@@ -262,6 +262,7 @@ class Exchange:
         self.workspaces = self.fetched = self.channel.workspaces[0]
         self.plan = self.selection.empty(device)
         self.visible = torch.empty(sizes.rows, sizes.topk, dtype=torch.int32, device=device)
+        self.absent = torch.full((), -1, dtype=torch.int32, device=device)
         self.scratch = static.workspace(sizes.rows, sizes.heads, device)
         self.ahead = 0
         self.alone: collections.Counter[str] = collections.Counter()
@@ -281,7 +282,7 @@ class Exchange:
         self._arrive()
         self.ahead = 0
         visible = self.visible[: len(topk)]
-        visible.copy_(topk).masked_fill_(topk >= lengths.unsqueeze(1), -1)
+        torch.where(topk < lengths.unsqueeze(1), topk, self.absent, out=visible)
         plan_selection(visible, block_table, self.selection, **static.geometry, plan=self.plan)
         self.remap = self.selection.remap(self.plan)[: len(topk)]
         if self.room:

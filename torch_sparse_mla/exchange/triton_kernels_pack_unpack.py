@@ -47,6 +47,9 @@ ARRIVED, FORCED = tl.constexpr(1), tl.constexpr(2)
 # Where in the host's words the kernel counts exchanges, for the watchdog.
 PROGRESS_WORD = tl.constexpr(3)
 HEADER_BYTES = 16
+# Packing with two places to store at takes more registers than pushing, so that seven blocks run at once.
+OPTIONS = {"num_warps": kernels.NUM_WARPS, "maxnreg": 72}
+BLOCKS_PER_SM = 7
 
 SCALARS = [
     "page_stride",
@@ -96,8 +99,8 @@ def aot_configurations(capability: int) -> AotConfigurations:
             form = kernels.tile(record_bytes, unit) | {"LAST": last, "NATIVE": True, "LEAVE": leave}
             unpacking = {name: value for name, value in form.items() if name != "ROWS"}
             suffix = f"{record_bytes}{'' if leave else '-without-leave'}{'' if last else '-more-layers-follow'}"
-            yield AotConfiguration(f"pack-{suffix}", _pack_kernel, pack, form, kernels.OPTIONS)
-            yield AotConfiguration(f"unpack-{suffix}", _unpack_kernel, unpack, unpacking, kernels.OPTIONS)
+            yield AotConfiguration(f"pack-{suffix}", _pack_kernel, pack, form, OPTIONS)
+            yield AotConfiguration(f"unpack-{suffix}", _unpack_kernel, unpack, unpacking, OPTIONS)
     yield AotConfiguration("release", _release_kernel, {"flags": "*i32:16", "count": "i32"}, {}, {"num_warps": 1})
 
 

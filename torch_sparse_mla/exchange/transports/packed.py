@@ -187,9 +187,9 @@ class PackedTransport(PeerTransport):
 
     def _launches(self, operands: Operands) -> Iterator[tuple[int, tuple[int, int], dict[str, Any]]]:
         """Nothing here polls."""
-        per_sm = launching.kernels.BLOCKS_PER_SM
-        for first, grid, form in launching.launches(self.channel, len(operands.caches), operands.unit, per_sm):
-            yield first, grid, form | {"LEAVE": self.leave}
+        layers = len(operands.caches)
+        for first, grid, form in launching.launches(self.channel, layers, operands.unit, kernels.BLOCKS_PER_SM):
+            yield first, grid, form | {"LEAVE": self.leave, **kernels.OPTIONS}
 
     def _geometry(self, call_layers: int, message_distance: int, first: int) -> tuple[int, ...]:
         layout, channel = self.layout, self.channel
