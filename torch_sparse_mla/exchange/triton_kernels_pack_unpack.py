@@ -47,9 +47,9 @@ ARRIVED, FORCED = tl.constexpr(1), tl.constexpr(2)
 # Where in the host's words the kernel counts exchanges, for the watchdog.
 PROGRESS_WORD = tl.constexpr(3)
 HEADER_BYTES = 16
-# Packing with two places to store at takes more registers than pushing, so that seven blocks run at once.
-OPTIONS = {"num_warps": kernels.NUM_WARPS, "maxnreg": 72}
-BLOCKS_PER_SM = 7
+# Packing with two places to store at takes more registers than pushing, so that six blocks run at once.
+OPTIONS = {"num_warps": kernels.NUM_WARPS, "maxnreg": 80}
+BLOCKS_PER_SM = 6
 
 SCALARS = [
     "page_stride",
