@@ -4,7 +4,7 @@ SHELL := /bin/bash
 .DEFAULT_GOAL := help
 
 PYTHON ?= python3
-JOBS ?= 2
+JOBS ?= $(shell n=$$(nproc 2>/dev/null || echo 2); echo $$((n < 8 ? n : 8)))
 TESTS ?= tests
 PYTEST_ARGS ?=
 DEMO_ARGS ?=
@@ -19,8 +19,10 @@ cxx_sources := $(shell find csrc -type f \( -name '*.h' -o -name '*.cuh' -o -nam
 .PHONY: demo test lint format bench bench-ranks report setup doctor clean help
 
 # Threads that wait asleep: where anything else runs on the machine, spinning ones multiply every time measured.
-demo: .venv/.package  ## three tiny models: Transformers alone and through the operators, side by side
-	OMP_WAIT_POLICY=$${OMP_WAIT_POLICY:-passive} $(python) -m torch_sparse_mla demo $(DEMO_ARGS)
+demo: export OMP_WAIT_POLICY ?= passive
+demo: .venv/.package  ## three tiny models: Transformers alone and through the operators; and prefills over ranks
+	$(python) -m torch_sparse_mla demo $(DEMO_ARGS)
+	$(if $(strip $(DEMO_ARGS)),,$(python) -m torch_sparse_mla demo --prefill --world 2 --layout bf16_mla_nope)
 
 # One thread for each test process: two that share two cores with two threads each wait for one another. Work is stolen,
 # because the tests that take longest stand together.

@@ -19,11 +19,22 @@ from .shapes import (
     PlanShape,
     RecordShape,
     SelectShape,
+    SplitSelectShape,
     StepShape,
 )
 from .timing import Contender, Timing, copy_tb_per_s, host_call_us, time_contenders, warm_up
 
-Shape = DecodeShape | RecordShape | PlanShape | ExchangeShape | PackShape | StepShape | GatherShape | SelectShape
+Shape = (
+    DecodeShape
+    | RecordShape
+    | PlanShape
+    | ExchangeShape
+    | PackShape
+    | StepShape
+    | GatherShape
+    | SelectShape
+    | SplitSelectShape
+)
 BY_COPY = "by copy"
 NOT_MEASURED = "available, not measured"
 # Fields that a line of the printed table names, with their values.

@@ -324,7 +324,8 @@ def step_grid(worlds: Sequence[int], quick: bool) -> list[StepShape]:
 class GatherShape:
     """One operator of a prefill gather for a chunk of `rows` query rows at the end of one prompt of `context` tokens.
 
-    `c4_prefill_gather` with world 1 is the packing alone; with more ranks all of them run on one device.
+    `c4_prefill_gather` with world 1 is the packing alone; with more ranks all of them run on one device. With the op
+    `incremental_gather` only the chunk's own records are new, and they are put into resident buffers.
     """
 
     op: str
@@ -344,7 +345,8 @@ class GatherShape:
             return 2 * self.rows * C4_TOPK * INDEX_BYTES
         if self.op == "c4_plan_gather":
             return (self.context // self.world + 2 * self.rows) * INDEX_BYTES
-        return 2 * self.world * self.context * self.record_bytes
+        tokens = self.rows if self.op == INCREMENTAL_GATHER else self.context
+        return 2 * self.world * tokens * self.record_bytes
 
     @property
     def flops(self) -> int:
@@ -389,6 +391,34 @@ class SelectShape:
         return {"rows": self.rows, "context": self.context, "heads": self.heads, "topk": 4 * self.pools}
 
 
+@dataclass(frozen=True)
+class SplitSelectShape:
+    """The selection of one rank of `world`, in a chunk of `rows` query rows at the end of one prompt."""
+
+    rows: int
+    context: int
+    world: int = 4
+    heads: int = 32
+    pools: int = 512
+
+    @property
+    def one_rank(self) -> SelectShape:
+        """What all ranks compute together, as if one rank did it."""
+        return SelectShape(self.rows, self.context, self.heads, self.pools)
+
+    @property
+    def bytes(self) -> int:
+        return self.one_rank.bytes // self.world
+
+    @property
+    def flops(self) -> int:
+        return self.one_rank.flops // self.world
+
+    def fields(self) -> dict:
+        return {"op": "split_select", **self.one_rank.fields(), "world": self.world}
+
+
+INCREMENTAL_GATHER = "incremental_gather"
 C4_TOPK = 2051
 C4_HEAD_DIM = 128
 C4_ROWS = (512, 2_048, 4_096, 8_192)
@@ -398,11 +428,16 @@ C4_CONTEXTS = (8_192, 32_768, 131_072, 524_288)
 def gather_grid(device_type: str, quick: bool) -> list[GatherShape]:
     """Packing and moving depend on the context, remapping on the rows: no product of both."""
     if quick or device_type == "cpu":
-        return [
+        return [GatherShape(INCREMENTAL_GATHER, 128, 1_024, 4)] + [
             GatherShape(op, 512, 8_192, world)
             for op, world in (("c4_prefill_gather", 1), ("c4_plan_gather", 4), ("c4_remap", 4))
         ]
     gathers = [GatherShape("c4_prefill_gather", 512, context, w) for w, context in product((1, 4), C4_CONTEXTS)]
+    gathers += [
+        GatherShape(INCREMENTAL_GATHER, rows, context, 4)
+        for context, rows in product(C4_CONTEXTS, (512, 4_096))
+        if rows < context
+    ]
     plans = [GatherShape("c4_plan_gather", 8_192, context, 4) for context in C4_CONTEXTS]
     return gathers + plans + [GatherShape("c4_remap", rows, 131_072, 4) for rows in C4_ROWS]
 
@@ -413,3 +448,10 @@ def select_grid(device_type: str, quick: bool) -> list[SelectShape]:
     decode = [SelectShape(rows, context) for context, rows in product(C4_CONTEXTS[1:], (1, 4, 32))]
     prefill = [SelectShape(rows, context) for context, rows in product(C4_CONTEXTS, C4_ROWS) if rows <= context]
     return decode + [shape for shape in prefill if shape.flops < 5e12]
+
+
+def split_select_grid(device_type: str, quick: bool) -> list[SplitSelectShape]:
+    if quick or device_type == "cpu":
+        return [SplitSelectShape(8, 1_024)]
+    shapes = [SplitSelectShape(rows, context) for context, rows in product(C4_CONTEXTS, (512, 4_096))]
+    return [shape for shape in shapes if shape.world * shape.flops < 5e12]

@@ -14,18 +14,22 @@ from .exchange.channel import Channel, ExchangeError
 from .exchange.group import LoopbackGroup
 from .gather import GatherPlan, PageGeometry, causal_lengths, gather_capacity
 from .gather.api import (
+    c4_place_records,
     c4_plan_gather,
     c4_prefill_gather,
     c4_prefill_gather_start,
     c4_prefill_gather_wait,
     c4_remap,
 )
-from .gather.policy import GatherChoice, GatherCosts, GatherPolicy
-from .gather.workspace import GatherSlot, LaneBytes, Workspace, lane_bytes
+from .gather.policy import GatherChoice, GatherCosts, GatherPolicy, SelectChoice
+from .gather.residency import Residency, ResidentChunk
+from .gather.workspace import GatherSlot, LaneBytes, ResidentLane, Workspace, lane_bytes, resident_bytes
 from .graphs import CompiledStep, CUDAGraphMode, GraphPool, GraphSupport, compile, graph_support
 from .indexer import exact_index_queries, quantise_index_queries
 from .indexer.api import c4_merge_pools, c4_select, c4_write_index_keys, warmup_c4_indexer
 from .indexer.contract import c4_select_workspace_bytes
+from .indexer.row_split import RowSplit
+from .indexer.split_selector import SplitSelector
 from .records import LAYOUTS, RecordLayout, dequantise_records, quantise_records
 from .records.api import read_ckv_records, write_ckv_records
 from .selection import SelectionPlan, selection_plan_words
@@ -54,9 +58,16 @@ __all__ = [
     "PageGeometry",
     "PeerCaches",
     "RecordLayout",
+    "Residency",
+    "ResidentChunk",
+    "ResidentLane",
+    "RowSplit",
+    "SelectChoice",
     "SelectionPlan",
+    "SplitSelector",
     "Workspace",
     "c4_merge_pools",
+    "c4_place_records",
     "c4_plan_gather",
     "c4_prefill_gather",
     "c4_prefill_gather_start",
@@ -83,6 +94,7 @@ __all__ = [
     "quantise_index_queries",
     "quantise_records",
     "read_ckv_records",
+    "resident_bytes",
     "run_loopback",
     "selected_slots",
     "selection_plan_words",

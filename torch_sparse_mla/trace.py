@@ -38,6 +38,7 @@ KERNEL_PHASES = {
     r"_gather_slots_kernel": "c4_plan_gather/slots",
     r"_gather_rows_kernel": "c4_plan_gather/rows",
     r"_remap_kernel": "c4_remap/remap",
+    r"_place_records_kernel": "c4_place_records/place",
     r"_write_index_keys_kernel": "c4_write_index_keys/write",
     r"_select_pools_kernel": "c4_select/select",
     r"_merge_pools_kernel": "c4_merge_pools/merge",

@@ -217,6 +217,27 @@ def test_judge_fails_large_differences_and_nan_with_equal_tokens():
         assert "logits differ" in generation.judge("nvfp4_ds_mla", [0, 1], logits, ORACLE, exact=True)["faults"][0]
 
 
+def test_judge_excuses_rows_but_not_tokens_and_not_nan():
+    wrong = ORACLE.clone()
+    wrong[0, 2] += 0.9
+    verdict = generation.judge("bf16_mla", [1], wrong, ORACLE, exact=True, excused=1)
+    assert verdict["faults"] == [] and verdict["rows_beyond"] == 1 and verdict["oracle_tokens"] == [1]
+    assert "in all but 1 of 2 rows, and it is 2" in _fault(wrong + 0.1, [1])
+    assert "token 0 is 2" in _fault(wrong, [2])
+    wrong[0, 2] = math.nan
+    assert "logits differ by up to nan" in _fault(wrong, [1])
+
+
+def _fault(logits: torch.Tensor, tokens: list[int]) -> str:
+    return " ".join(generation.judge("bf16_mla", tokens, logits, ORACLE, exact=True, excused=1)["faults"])
+
+
+def test_judge_takes_a_prompt_without_tokens():
+    verdict = generation.judge("bf16_mla", [], ORACLE, ORACLE, exact=True)
+    assert verdict["faults"] == [] and verdict["oracle_tokens"] == [] and verdict["smallest_gap"] is None
+    assert generation.judge("bf16_mla", [], ORACLE + 1, ORACLE, exact=True)["faults"]
+
+
 @pytest.fixture
 def traced_only(monkeypatch):
     """Steps of fixed shapes are traced and split, not compiled by Inductor, which takes a minute."""

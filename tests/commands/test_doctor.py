@@ -6,6 +6,7 @@ import sys
 
 import pytest
 
+from torch_sparse_mla import GatherPlan
 from torch_sparse_mla.__main__ import main
 from torch_sparse_mla._ops import OPS
 from torch_sparse_mla.commands import console, doctor
@@ -89,6 +90,23 @@ def test_plan_prints_the_bytes_of_a_configuration(tmp_path, capsys):
     lane = plan["lane_bytes"]
     assert lane["gathered"] == 525_312 * 528 and plan["total_bytes"] == 2 * lane["total"]
     assert plan["context_per_row"] == 248.7
+    # Resident buffers are sized as the gathered one: 11 layers, two lanes.
+    assert plan["resident_records"] == 131_328 and plan["resident_layer_bytes"] == 277_364_736
+    words = GatherPlan(32, 8_192, 131_328, 4, 4, 2_304, 131_328).words
+    assert plan["resident_bytes"] == 2 * (11 * 277_364_736 + 4 * words)
+    # 576 index pages of a slice fit 524,288 tokens of 32 requests; numbers, candidates and scratch of 2,048 rows.
+    assert plan["split_selector_bytes"] > 3 * 4 * 576 * 8_448
+    for name in ("resident_layer_bytes", "resident_bytes", "split_selector_bytes"):
+        assert f"{plan[name]:,}" in printed
+
+
+def test_plan_without_whole_index_pages_cannot_split_rows(tmp_path, capsys):
+    report = tmp_path / "plan.json"
+    assert main(["doctor", "--json", str(report), "--plan", "resident_tokens=1000", "layers=3"]) == 0
+    plan = json.loads(report.read_text())
+    assert plan["split_selector_bytes"] is None
+    assert plan["resident_layer_bytes"] == 4 * plan["resident_records"] * 528
+    assert f"{plan['resident_bytes']:,}" in capsys.readouterr().out
 
 
 def test_plan_of_one_rank_has_no_channel_to_pay_for(capsys):

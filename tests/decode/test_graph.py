@@ -200,14 +200,15 @@ def test_merge_replays_with_other_partials():
 
 
 @pytest.mark.parametrize("layout", ["fp8_ds_mla", "bf16_mla_nope", "nvfp4_mla_nope"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
 @every_batch_mode
-def test_nothing_is_compiled_after_warmup(layout, batch_invariant):
-    """Any number of rows, list lengths, page sizes and caches."""
-    torch_sparse_mla.warmup_sparse_ckv_decode(5, layout, batch_invariant=batch_invariant)
+def test_nothing_is_compiled_after_warmup(layout, dtype, batch_invariant):
+    """Any number of rows, list lengths, page sizes and caches; float32 queries run on Triton's kernel on every GPU."""
+    torch_sparse_mla.warmup_sparse_ckv_decode(5, layout, q_dtype=dtype, batch_invariant=batch_invariant)
     before = num_compiled()
     for rows, topk, page_size in ((1, 1, 1), (2, 130, 64), (15, 2051, 16), (16, 640, 64), (300, 96, 3)):
         settings = {"rows": rows, "heads": 5, "topk": topk, "page_size": page_size, "lengths": [topk] * rows}
-        decode("op-cuda", make_case(layout=layout, batch_invariant=batch_invariant, **settings))
+        decode("op-cuda", make_case(layout=layout, dtype=dtype, batch_invariant=batch_invariant, **settings))
     assert num_compiled() == before
 
 

@@ -369,14 +369,20 @@ def test_is_at_least_twice_as_fast_as_the_reference():
     assert 2 * np.median(times["op-cpu"]) <= np.median(times["reference"]), times
 
 
-def test_call_overhead_is_at_most_five_microseconds():
-    """A call without rows: dispatch and every check, no kernel. The minimum of many is free of other load."""
+def test_call_overhead_is_at_most_thrice_that_of_a_pytorch_operator():
+    """A call without rows: dispatch and every check, no kernel. Measured: 1.7 times an addmm (3.1 us, idle core).
+
+    The two take turns and the least of many counts, so that a slower machine or other load moves both.
+    """
     case = make_case(rows=1, heads=1, topk=1).with_rows([])
     op, args, calls = torch.ops.torch_sparse_mla.sparse_ckv_decode, case.args(), 50
-    best = float("inf")
+    empty = torch.empty(0, 0)
+    functions = {"decode": lambda: op(*args), "addmm": lambda: torch.ops.aten.addmm(empty, empty, empty)}
+    best = dict.fromkeys(functions, float("inf"))
     for _ in range(400):
-        start = time.perf_counter()
-        for _ in range(calls):
-            op(*args)
-        best = min(best, (time.perf_counter() - start) / calls)
-    assert best <= 5e-6, f"{best * 1e6:.2f} us a call"
+        for name, function in functions.items():
+            start = time.perf_counter()
+            for _ in range(calls):
+                function()
+            best[name] = min(best[name], (time.perf_counter() - start) / calls)
+    assert best["decode"] <= 3 * best["addmm"], best

@@ -43,7 +43,7 @@ def test_a_rank_alone_needs_no_peer(worlds, generator, device):
 
 def test_a_slow_reader_is_not_overwritten(worlds, generator):
     """Many exchanges in a row with new data; the peers of a slow reader have started the next when it comes to read."""
-    world = worlds(Shape(layers=1), timeout_s=1.0)
+    world = worlds(Shape(layers=1), timeout_s=20)
     steps = [make_step(world.shape, generator) for _ in range(12)]
 
     def run(rank, channel):

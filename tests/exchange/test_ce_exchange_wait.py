@@ -34,7 +34,9 @@ def test_rejects_a_wait_without_a_start(world):
         ce_exchange_wait(*world.ranks[0].arguments(world.channels[0]))
 
 
-def test_on_one_thread_a_peer_that_did_not_start_cannot_come(world):
+def test_on_one_thread_a_peer_that_did_not_start_cannot_come(generator):
+    world = make_world(Shape(), timeout_s=60)
+    world.load(make_step(world.shape, generator))
     for call in (ce_exchange_start, ce_exchange_wait):
         for rank, channel in world.both():
             call(*rank.arguments(channel))
@@ -43,10 +45,11 @@ def test_on_one_thread_a_peer_that_did_not_start_cannot_come(world):
     begin = time.monotonic()
     with pytest.raises(ExchangeError, match="rank 1 was last seen on the calling thread and did not start"):
         ce_exchange_wait(*arguments)
-    assert time.monotonic() - begin < 0.2
+    assert time.monotonic() - begin < 30
     for rank, channel in world.both()[1:]:
         ce_exchange_start(*rank.arguments(channel))
     ce_exchange_wait(*arguments)
+    world.close()
 
 
 def test_a_peer_that_nobody_saw_yet_may_come_from_another_thread(world):

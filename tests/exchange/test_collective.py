@@ -240,7 +240,7 @@ def one_rank_missing(rank, shape, how):
     if rank == 2:
         if how == "killed":
             die()
-        time.sleep(3 * TIMEOUT_S)
+        time.sleep(6 * TIMEOUT_S)
         return None
     begin = time.monotonic()
     with pytest.raises(ExchangeError) as caught:
@@ -256,7 +256,7 @@ def test_a_missing_rank_is_an_error_in_time(how, tmp_path):
     for rank in range(2):
         message, seconds, state = results[rank]
         assert f"channel 'c': rank {rank}, epoch 2: rank 2 " in message
-        assert seconds < 3 * TIMEOUT_S
+        assert seconds < 5 * TIMEOUT_S
         assert state[1] == 1
 
 

@@ -8,16 +8,18 @@ import torch
 from hypothesis import strategies
 
 from torch_sparse_mla.exchange.transports.direct import DirectTransport, loopback_memory, memory_bytes
-from torch_sparse_mla.gather import triton_kernels
+from torch_sparse_mla.gather import reference, triton_kernels, triton_kernels_place
 
 from ..decode.rejections import expect_rejection
 from .cases import (
     CHUNKS,
     POISON,
+    POISON_BYTE,
     Chunk,
     chunks,
     every_chunk,
     gather,
+    layer_records,
     make_chunk,
     make_layers,
     open_channels,
@@ -25,6 +27,8 @@ from .cases import (
     random_topk,
     views,
 )
+from .resident_cases import STEPS, resident_views, steps
+from .test_c4_place_records import expected, make_args
 
 assert os.environ.get("TRITON_INTERPRET") == "1", "needs TRITON_INTERPRET=1 before Triton is imported"
 
@@ -118,6 +122,65 @@ def test_remap_near_the_limit_of_int32():
     triton_kernels.c4_remap(topk, plan, slots, counts, *chunk.remap_args())
     local = [(token // 16 * 4 + token % 4) + token // 4 % 4 * 2**20 for token in tokens]
     assert slots.tolist() == [[*local, -1]] and counts.tolist() == [3]
+
+
+@pytest.mark.parametrize("name", ["two-requests", "one-rank", "interleave-of-five", "more-than-fits", "no-requests"])
+def test_incremental_plan_and_remap_match_model(name):
+    step = STEPS[name]
+    for rank in {0, step.sizes.world - 1}:
+        assert resident_views(step.sizes, planned(step, rank)) == step.plan(rank)
+    topk = random_topk(step, 21, causal=False)[:8]
+    assert remapped(step, topk) == tuple(values[:8] for values in step.remap(topk.tolist()))
+
+
+@hypothesis.given(step=steps())
+@hypothesis.settings(max_examples=6)
+def test_any_incremental_plan_matches_model(step):
+    rank = step.sizes.world - 1
+    assert resident_views(step.sizes, planned(step, rank)) == step.plan(rank)
+
+
+@pytest.mark.parametrize("record_bytes", [37, 528])
+@pytest.mark.parametrize("name", ["two-requests", "a-prefix-hit-beside", "one-rank", "interleave-of-five"])
+def test_records_are_put_in_place(name, record_bytes):
+    step = STEPS[name]
+    records = layer_records(step, record_bytes, 1)
+    arguments = make_args(step, records, record_bytes)
+    triton_kernels_place.c4_place_records(*arguments)
+    assert torch.equal(arguments[2], expected(step, records, record_bytes))
+
+
+def test_records_of_several_tiles_and_programs_are_put_in_place(monkeypatch):
+    monkeypatch.setattr(triton_kernels_place, "MAX_PROGRAMS", 2)
+    step = STEPS["a-prefix-hit-beside"]
+    records = layer_records(step, 4_112, 2)
+    arguments = make_args(step, records, 4_112)
+    triton_kernels_place.c4_place_records(*arguments)
+    assert torch.equal(arguments[2], expected(step, records, 4_112))
+
+
+def test_bad_places_are_neither_written_nor_read():
+    """As the reference does, whatever the plan says."""
+    step = STEPS["interleave-of-five"]
+    records = layer_records(step, 16, 3)
+    generator = torch.Generator().manual_seed(1)
+    for start in (-1, 2**31 - 1, None):
+        gathered, plan, resident, *sizes = make_args(step, records, 16)
+        if start is None:
+            plan.copy_(torch.randint(-20, 80, plan.shape, generator=generator))
+        else:
+            step.sizes.resident_starts(plan)[1] = start
+        storage = torch.full((3, *resident.shape), POISON_BYTE, dtype=torch.uint8)
+        triton_kernels_place.c4_place_records(gathered, plan, storage[1], *sizes)
+        assert (storage[0] == POISON_BYTE).all() and (storage[2] == POISON_BYTE).all()
+        topk = random_topk(step, 9, causal=False)[::7].contiguous()
+        found, right = ([torch.full_like(topk, POISON), torch.full_like(topk[:, 0], POISON)] for _ in range(2))
+        triton_kernels.c4_remap(topk, plan, *found, *step.remap_args())
+        reference.c4_remap(topk, plan, *right, *step.remap_args())
+        if start is not None:
+            reference.c4_place_records(gathered, plan, resident, *sizes)
+            assert torch.equal(storage[1], resident)
+            assert torch.equal(found[0], right[0]) and torch.equal(found[1], right[1])
 
 
 @pytest.mark.parametrize("name", ["two-requests-cached", "ranks-that-own-nothing", "one-rank"])

@@ -255,6 +255,16 @@ def test_checked_mode_names_the_capacity(monkeypatch):
         op(*chunk.plan_args(0, poisoned_plan(chunk)))
 
 
+@every_implementation
+def test_checked_mode_takes_pages_of_one_record(implementation, monkeypatch):
+    """2**31 pages can be named then: more than an int32."""
+    monkeypatch.setenv("TORCH_SPARSE_MLA_CHECK", "1")
+    chunk = make_chunk([9], [2], world=2, interleave=1, page_size=1)
+    plan = poisoned_plan(chunk, device_of(implementation))
+    op(*chunk.plan_args(1, plan, device_of(implementation)))
+    assert views(chunk.sizes, plan.cpu()) == chunk.plan(1)
+
+
 @pytest.mark.parametrize("name", ["two-requests-cached", "ranks-that-own-nothing", "no-requests"])
 def test_opcheck(name):
     chunk = CHUNKS[name]

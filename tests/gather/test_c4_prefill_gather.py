@@ -291,7 +291,7 @@ def test_rejects_a_buffer_that_overlaps_the_cache():
     channels[0].close()
 
 
-@pytest.mark.parametrize("word, value, allowed", [(1, 129, "multiples of one padded size"), (-1, 9_999, "slots -1..")])
+@pytest.mark.parametrize("word, value, allowed", [(1, 129, "slices of 0 to 128 records"), (-1, 9_999, "slots -1..")])
 def test_checked_mode_refuses_a_plan_that_is_none(word, value, allowed, monkeypatch):
     monkeypatch.setenv("TORCH_SPARSE_MLA_CHECK", "1")
     chunk = make_chunk([64, 64], [1, 1], world=1, interleave=1, page_size=8, capacity=128)

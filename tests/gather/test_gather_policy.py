@@ -3,13 +3,13 @@
 import pytest
 
 from torch_sparse_mla import GatherCosts, GatherPlan, GatherPolicy, PageGeometry, gather_capacity
-from torch_sparse_mla.gather.policy import REASONS, gather_bytes, ordinary_bytes
+from torch_sparse_mla.gather.policy import ADMISSION_REASONS, FORM_REASONS, REASONS, gather_bytes, ordinary_bytes
 
 WORLD, INTERLEAVE, PAGE_SIZE = 4, 4, 64
 MIB = 2**20
 
 
-def make_policy(costs: GatherCosts | None = None, **changes) -> GatherPolicy:
+def make_policy(costs: GatherCosts | None = None, records: str = "full", **changes) -> GatherPolicy:
     geometry = PageGeometry()
     geometry.freeze(PAGE_SIZE)
     limits = {"max_tokens": 524_288, "max_requests": 4} | changes
@@ -21,7 +21,7 @@ def make_policy(costs: GatherCosts | None = None, **changes) -> GatherPolicy:
         INTERLEAVE,
         PAGE_SIZE,
     )
-    return GatherPolicy(geometry, sizes, layout="fp8_mla_nope", heads=64, costs=costs)
+    return GatherPolicy(geometry, sizes, layout="fp8_mla_nope", heads=64, costs=costs, records=records)
 
 
 def test_a_long_prompt_is_gathered():
@@ -123,3 +123,108 @@ def test_refuses_what_does_not_fit():
             GatherPolicy(geometry, sizes, **options)
     with pytest.raises(ValueError, match="argument 'sizes'"):
         GatherPolicy(geometry, None, layout="bf16_mla", heads=64)
+
+
+def test_an_incremental_gather_moves_what_is_new():
+    """17 rows at 500 K tokens of context: 17 records, where the full gather moves all, and ordinary DCP 17 rows."""
+    policy = make_policy(records="incremental")
+    choice = policy.choose([500_000], [17], num_decode_tokens=0, resident_lengths=[499_983])
+    assert choice.gathers and (choice.records, choice.records_reason) == ("incremental", "resident")
+    # Runs of 4 tokens: one rank has 5 of the 17.
+    assert choice.padded == 5 and choice.gather_bytes == 3 * 5 * 528
+    assert choice.gather_bytes < choice.ordinary_bytes
+
+
+def test_a_batch_that_is_not_resident_is_gathered_in_full_and_counted():
+    policy = make_policy(records="auto")
+    choice = policy.choose([32_768], [4_096], num_decode_tokens=0)
+    assert choice.gathers and (choice.records, choice.records_reason) == ("full", "not_resident")
+    assert policy.choose([32_768], [4_096], num_decode_tokens=0, resident_lengths=[28_672]).records == "incremental"
+    assert policy.choose([64], [64], num_decode_tokens=1, resident_lengths=[0]).records_reason is None
+    explained = policy.explain()["records"]
+    assert explained["flag"] == "auto" and explained["why"] == "no gather considered"
+    assert explained["counts"] == {"off": 0, "resident": 1, "not_resident": 1}
+    assert set(explained["counts"]) == set(FORM_REASONS)
+
+
+def test_context_beyond_the_workspace_is_gathered_incrementally_all_the_same():
+    """The gathered buffer is transit: it holds what one chunk brings."""
+    policy = make_policy(records="incremental", max_tokens=8_192)
+    assert policy.choose([131_072], [4_096], num_decode_tokens=0).reason == "capacity"
+    choice = policy.choose([131_072], [4_096], num_decode_tokens=0, resident_lengths=[126_976])
+    assert choice.gathers and choice.padded == 1_024
+    assert policy.choose([131_072], [4_096], num_decode_tokens=0, resident_lengths=[0]).reason == "capacity"
+
+
+@pytest.mark.parametrize(
+    "records, costs, length, rows, cached, reason",
+    [
+        ("full", None, 32_768, 4_096, 0, "off"),
+        ("incremental", None, 64, 64, 0, "asked"),
+        ("auto", None, 32_768, 4_096, 0, "pays"),
+        ("auto", None, 4_096, 4_096, 0, "does_not_pay"),
+        ("auto", None, 4_097, 4_096, 0, "pays"),
+        # A prefix hit of which one chunk is left sends the prefix once in either form.
+        ("auto", None, 36_864, 4_096, 32_768, "does_not_pay"),
+        ("auto", None, 36_865, 4_096, 32_768, "pays"),
+        # Copies that cost as much as the link: the records are put in place once more. Of 2 chunks the full form moves
+        # (3 + 4) x 1.5 contexts, the incremental one 3 + 8: 10.5 against 11; of 3 chunks (3 + 4) x 2 against 11.
+        ("auto", GatherCosts(1.0, 0.0, 1.0), 8_192, 4_096, 0, "does_not_pay"),
+        ("auto", GatherCosts(1.0, 0.0, 1.0), 12_288, 4_096, 0, "pays"),
+        ("auto", GatherCosts(1.0, 50.0, 0.0), 8_192, 4_096, 0, "pays"),
+    ],
+)
+def test_admission_is_decided_by_the_cost_of_a_prompt(records, costs, length, rows, cached, reason):
+    policy = make_policy(costs, records)
+    assert policy.admits(length, rows, cached) == (reason in ("asked", "pays"))
+    admissions = policy.explain()["records"]["admissions"]
+    assert {name: count for name, count in admissions.items() if count} == {reason: 1}
+    assert set(admissions) == set(ADMISSION_REASONS)
+
+
+def test_admission_sums_what_each_chunk_would_cost():
+    """Against a sum over chunks: bytes, hops and copies, for prompts that end within a chunk too."""
+    costs = GatherCosts(1.0, 100.0, 0.25)
+    policy, rate = make_policy(costs, "auto"), (3 + 0.25 * 4, 3 + 0.25 * 8)
+    for length, rows, cached in (
+        (10_000, 4_096, 0),
+        (9_001, 3_000, 512),
+        (700, 512, 64),
+        (513, 512, 0),
+        (600, 512, 500),
+    ):
+        ends = [*range(cached + rows, length, rows), length]
+        full, once = (528 * rate[0] * sum(end / 4 for end in ends), 528 * rate[1] * length / 4)
+        assert policy.admits(length, rows, cached) == (once < full), (length, rows, cached)
+
+
+@pytest.mark.parametrize(
+    "given, named",
+    [
+        ({"resident_lengths": [65]}, "0 to 60, the tokens before the chunk"),
+        ({"resident_lengths": [-1]}, "0 to 60"),
+        ({"resident_lengths": [1, 2]}, "1 requests, as many as 'lengths'"),
+    ],
+    ids=str,
+)
+def test_refuses_resident_lengths_that_cannot_be(given, named):
+    policy = make_policy(records="incremental")
+    with pytest.raises(ValueError, match=f"GatherPolicy: argument 'resident_lengths'.*{named}"):
+        policy.choose([64], [4], num_decode_tokens=0, **given)
+    with pytest.raises(ValueError, match="None with records='full'"):
+        make_policy().choose([64], [4], num_decode_tokens=0, resident_lengths=[0])
+    assert not policy.counts and not policy.form_counts
+
+
+def test_flags_are_strict():
+    for records in ("Full", "", "1", True, None, "incremental "):
+        with pytest.raises(ValueError, match=r"argument 'records'.*full, incremental or auto"):
+            make_policy(records=records)
+    for arguments, named in (
+        ((0, 1), "max_length"),
+        ((5, 0), "chunk_rows"),
+        ((5, 1, 6), "cached"),
+        ((5, 1, -1), "cached"),
+    ):
+        with pytest.raises(ValueError, match=f"argument '{named}'"):
+            make_policy(records="auto").admits(*arguments)

@@ -3,7 +3,7 @@
 Six cases, as an engine meets them: one chunk, several chunks, two requests together, two requests that share a prefix,
 a prefix hit, and ranks that own nothing. The ranks' lists, and what each attends to, must be those of one rank that
 holds everything; the attention of gathered records differs by nothing, because each row reads the same bytes in the
-same order.
+same order. The same with rows split by rank and records that stay resident.
 """
 
 import dataclasses
@@ -16,8 +16,11 @@ from torch_sparse_mla import (
     LAYOUTS,
     LoopbackGroup,
     PageGeometry,
+    RowSplit,
+    SplitSelector,
     Workspace,
     c4_merge_pools,
+    c4_place_records,
     c4_plan_gather,
     c4_prefill_gather_start,
     c4_prefill_gather_wait,
@@ -76,8 +79,8 @@ class Tokens:
 class World:
     """Ranks that each hold their part of the records and of the pools."""
 
-    def __init__(self, world: int, requests: int, shared: bool) -> None:
-        self.world = world
+    def __init__(self, world: int, requests: int, shared: bool, resident: bool = False) -> None:
+        self.world, self.resident = world, resident
         blocks = -(-TOKENS // (PAGE_SIZE * world))
         self.table = 1 + torch.randperm(requests * blocks).int().view(requests, blocks)
         if shared:
@@ -97,6 +100,7 @@ class World:
             "max_tokens": 2 * TOKENS,
             "max_requests": 2,
             "max_rows": TOKENS,
+            **({"resident_tokens": 2 * TOKENS, "resident_requests": 2, "resident_layers": 1} if resident else {}),
         }
         self.workspaces = [Workspace(geometry, group.rank(rank), name=name, **sizes) for rank in range(world)]
         for workspace in self.workspaces:
@@ -105,12 +109,22 @@ class World:
             workspace.lock()
             workspace.check_cache(cache)
         self.slots = [workspace.slot() for workspace in self.workspaces]
+        self.selectors = []
+        if resident:
+            split = RowSplit(2, TOKENS, 2 * TOKENS, POOLS, world, INTERLEAVE, PAGE_SIZE)
+            ranks = [group.rank(rank) for rank in range(world)]
+            self.selectors = [SplitSelector(rank, split, heads=32, name=f"{name}.select") for rank in ranks]
+            for slot in self.slots:
+                slot.resident.buffers[0].fill_(0xA5)
+                assert all(slot.resident.residency.admit(request, TOKENS) for request in range(requests))
 
     def prefill(self, tokens: Tokens, chunk: list[tuple[int, int]]) -> list[tuple[torch.Tensor, ...]]:
         """Each rank's (topk, out, lse) of a chunk's rows."""
         lengths, new = [length for length, _ in chunk], [count for _, count in chunk]
         topk = self._select(tokens, lengths, new)
         self._write_records(tokens, lengths, new)
+        if self.resident:
+            return self._attend_resident(tokens, lengths, new, topk)
         results = []
         for rank, slot in enumerate(self.slots):
             c4_plan_gather(lengths, new, self.table, slot.sizes, rank=rank, plan=slot.plan)
@@ -126,7 +140,31 @@ class World:
             results.append((topk, out, lse))
         return results
 
+    def _attend_resident(
+        self, tokens: Tokens, lengths: list[int], new: list[int], topk: torch.Tensor
+    ) -> list[tuple[torch.Tensor, ...]]:
+        q, results = self._rows(tokens.q, lengths, new), []
+        keys = range(len(new))
+        chunks = [slot.resident.residency.begin(keys, lengths, new) for slot in self.slots]
+        for rank, (slot, chunk) in enumerate(zip(self.slots, chunks, strict=True)):
+            held = {"resident_starts": chunk.starts, "resident_lengths": chunk.resident_lengths}
+            sizes, plan = slot.resident.sizes, slot.resident_plan
+            c4_plan_gather(lengths, new, self.table, sizes, rank=rank, plan=plan, **held)
+            slot.gathered.fill_(0xA5)
+            c4_prefill_gather_start(self.caches[rank], plan, slot.gathered, slot.channel.state, slot.channel)
+        for slot, chunk in zip(self.slots, chunks, strict=True):
+            sizes, plan, (buffer,) = slot.resident.sizes, slot.resident_plan, slot.resident.buffers
+            c4_prefill_gather_wait(self.caches[0], plan, slot.gathered, slot.channel.state, slot.channel)
+            c4_place_records(slot.gathered, plan, buffer, sizes)
+            slot.resident.residency.commit(chunk)
+            slots, counts = c4_remap(topk, plan, sizes)
+            given = {"lengths": counts, "softmax_scale": 0.04, "layout": LAYOUT}
+            results.append((topk, *sparse_ckv_decode(q, buffer.unsqueeze(0), slots, **given)))
+        return results
+
     def close(self) -> None:
+        for selector in self.selectors:
+            selector.close()
         for workspace in self.workspaces:
             workspace.close()
 
@@ -148,10 +186,19 @@ class World:
             geometry = {"page_size": PAGE_SIZE, "interleave": INTERLEAVE, "rank": rank, "world": self.world}
             vectors = (edges, starts, ring_rows, self.table)
             c4_write_index_keys(keys, gates, tokens.bias, *vectors, self.rings[rank], self.pools[rank], **geometry)
-            given = (*queries, self.pools[rank], self.table, of_row, positions)
-            candidates.append(c4_select(*given, num_pools=POOLS, **geometry))
-        topk, _ = c4_merge_pools(torch.cat(candidates), positions)
-        return topk
+            if not self.resident:
+                given = (*queries, self.pools[rank], self.table, of_row, positions)
+                candidates.append(c4_select(*given, num_pools=POOLS, **geometry))
+        if not self.resident:
+            return c4_merge_pools(torch.cat(candidates), positions)[0]
+        for selector, pools in zip(self.selectors, self.pools, strict=True):
+            selector.plan(lengths, new, self.table)
+            selector.send_keys(pools)
+        for selector in self.selectors:
+            selector.select(*queries, of_row, positions)
+        first, *others = [selector.receive()[0] for selector in self.selectors]
+        assert all(torch.equal(topk, first) for topk in others)
+        return first
 
     def _write_records(self, tokens: Tokens, lengths: list[int], new: list[int]) -> None:
         for rank, cache in enumerate(self.caches):
@@ -169,10 +216,18 @@ class World:
 @pytest.mark.parametrize("world", [2, 4])
 @pytest.mark.parametrize("chunks", CASES.values(), ids=CASES)
 def test_every_rank_attends_as_one_rank_would(chunks, world, request):
-    shared = "shared-prefix" in request.node.name
+    check(chunks, world, "shared-prefix" in request.node.name)
+
+
+@pytest.mark.parametrize("name", ["several-chunks", "two-requests"])
+def test_rows_split_and_records_that_stay_give_the_same(name):
+    check(CASES[name], 4, False, resident=True)
+
+
+def check(chunks: list[list[tuple[int, int]]], world: int, shared: bool, resident: bool = False) -> None:
     requests = len(chunks[0])
     tokens = Tokens.make(requests, shared)
-    one, several = World(1, requests, shared), World(world, requests, shared)
+    one, several = World(1, requests, shared), World(world, requests, shared, resident)
     for chunk in chunks:
         ((topk, out, lse),) = one.prefill(tokens, chunk)
         for ours in several.prefill(tokens, chunk):

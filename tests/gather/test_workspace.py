@@ -5,10 +5,19 @@ import itertools
 import pytest
 import torch
 
-from torch_sparse_mla import GatherPlan, LoopbackGroup, PageGeometry, Workspace, gather_capacity, lane_bytes
+from torch_sparse_mla import (
+    GatherPlan,
+    LoopbackGroup,
+    PageGeometry,
+    Workspace,
+    gather_capacity,
+    lane_bytes,
+    resident_bytes,
+)
 from torch_sparse_mla.gather.workspace import staged_lane_bytes
 
 SIZES = {"layout": "fp8_mla_nope", "interleave": 4, "max_tokens": 60, "max_requests": 2, "max_rows": 16}
+RESIDENT = {"resident_tokens": 100, "resident_requests": 3, "resident_layers": 2}
 _names = itertools.count()
 
 
@@ -152,3 +161,38 @@ def test_ranks_that_reserve_other_slots_are_told():
     with pytest.raises((ValueError, RuntimeError), match="allowed: equal arguments"):
         second.reserve()
     first.close()
+
+
+def test_a_lane_has_resident_buffers_that_its_micro_batches_share():
+    workspace = make_workspace(**RESIDENT)
+    for key in ((0, "target"), (1, "target"), (0, "draft")):
+        workspace.reserve(*key)
+    workspace.lock()
+    first, second, draft = (workspace.slot(*key) for key in ((0, "target"), (1, "target"), (0, "draft")))
+    assert first.resident is second.resident and first.resident is not draft.resident
+    assert first.resident_plan.data_ptr() != second.resident_plan.data_ptr()
+    sizes = first.resident.sizes
+    # One rank: 100 tokens, three runs of 4 beside them, in pages of 8.
+    assert sizes.resident == 112 and sizes.capacity == workspace.sizes.capacity and not workspace.sizes.resident
+    buffers = first.resident.buffers
+    assert [tuple(buffer.shape) for buffer in buffers] == [(112, 528)] * 2
+    assert resident_bytes(sizes, 528, 2) == sum(buffer.nbytes for buffer in buffers)
+    slots = 3 * (first.gathered.nbytes + first.plan.nbytes + first.resident_plan.nbytes)
+    assert workspace.bytes == slots + 2 * sum(buffer.nbytes for buffer in buffers)
+    assert first.resident.residency.admit("request", 100) and not second.resident.residency.admit("another", 100)
+    workspace.close()
+
+
+def test_without_resident_sizes_there_are_no_resident_buffers():
+    workspace = make_workspace()
+    workspace.reserve()
+    workspace.lock()
+    assert workspace.slot().resident is None and workspace.slot().resident_plan is None
+    workspace.close()
+
+
+@pytest.mark.parametrize("name", RESIDENT)
+@pytest.mark.parametrize("value", [0, -1, 1.5])
+def test_refuses_resident_sizes_that_do_not_come_together(name, value):
+    with pytest.raises(ValueError, match=f"argument '{name}'.*or none"):
+        make_workspace(**RESIDENT | {name: value})

@@ -211,7 +211,8 @@ OPS: dict[str, Op] = {
             name="c4_plan_gather",
             schema=(
                 "(Tensor lengths, Tensor row_starts, Tensor block_table, Tensor(a!) plan, int requests, int rows, "
-                "int capacity, int page_size, int interleave, int rank, int world) -> ()"
+                "int capacity, int page_size, int interleave, int rank, int world, Tensor? resident_starts=None, "
+                "Tensor? resident_lengths=None, int resident=0) -> ()"
             ),
             reference=gather_reference.c4_plan_gather,
             check=gather_contract.check_c4_plan_gather,
@@ -239,10 +240,20 @@ OPS: dict[str, Op] = {
             triton="gather.triton_kernels:c4_prefill_gather_wait",
         ),
         Op(
+            name="c4_place_records",
+            schema=(
+                "(Tensor gathered, Tensor plan, Tensor(a!) resident, int requests, int rows, int interleave, "
+                "int world) -> ()"
+            ),
+            reference=gather_reference.c4_place_records,
+            check=gather_contract.check_c4_place_records,
+            triton="gather.triton_kernels_place:c4_place_records",
+        ),
+        Op(
             name="c4_remap",
             schema=(
                 "(Tensor topk, Tensor plan, Tensor(a!) slots, Tensor(b!) counts, int requests=1, int rows=0, "
-                "int interleave=1, int world=1) -> ()"
+                "int interleave=1, int world=1, int resident=0) -> ()"
             ),
             reference=gather_reference.c4_remap,
             check=gather_contract.check_c4_remap,

@@ -1,4 +1,7 @@
-"""`demo`: tiny models with the true MLA geometry, run by Transformers alone and through the operators, side by side."""
+"""`demo`: tiny models with the true MLA geometry, run by Transformers alone and through the operators, side by side.
+
+With --prefill: chunked prefills of one of them over several ranks, in six cases.
+"""
 
 import argparse
 import importlib.util
@@ -25,6 +28,7 @@ MAX_WORLD = 16
 REFERENCE_STEPS = 3
 SHOWN_TOKENS = 10
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+DEFAULTS = {"context": [1024, 4096], "tokens": 16, "dtype": "float32"}
 TEXT = (
     "A long conversation leaves a long trail of keys and values behind it, and most of that trail does not matter for "
     "the next word. An indexer reads a short key of every token and picks the few records worth reading in full. The "
@@ -40,10 +44,17 @@ def add_parser(commands: argparse._SubParsersAction) -> None:
         "--layout", action="append", metavar="NAME", help="a record layout; repeatable; default: all that fit the model"
     )
     parser.add_argument(
-        "--context", nargs="+", type=_bounded(2, MAX_CONTEXT), default=[1024, 4096], metavar="TOKENS",
+        "--context", nargs="+", type=_bounded(2, MAX_CONTEXT), metavar="TOKENS",
         help="context lengths; default: 1024 4096",
     )  # fmt: skip
-    parser.add_argument("--tokens", type=_bounded(1, MAX_TOKENS), default=16, help="tokens to generate; default: 16")
+    parser.add_argument(
+        "--tokens", type=_bounded(1, MAX_TOKENS), help="tokens to generate; default: 16, with --prefill 6"
+    )
+    parser.add_argument(
+        "--prefill", action="store_true",
+        help="chunked prefills of glm5_next over W ranks (default 4) in six cases, with gathered records; of the other "
+        "options it takes --layout, --tokens, --world, --device, --prompt, --seed, --json",
+    )  # fmt: skip
     parser.add_argument(
         "--world", type=_bounded(1, MAX_WORLD), metavar="W",
         help="shard the cache over W ranks in this process, a divisor of the heads; default: 1. Under torchrun the "
@@ -58,9 +69,7 @@ def add_parser(commands: argparse._SubParsersAction) -> None:
         help="eager (default), compile, piecewise or full (both need a GPU); repeatable; all: those that run here",
     )  # fmt: skip
     parser.add_argument("--device", default="auto", help="auto (default), cpu, cuda or cuda:N")
-    parser.add_argument(
-        "--dtype", default="float32", metavar="NAME", help="of the model: float32 (default) or bfloat16"
-    )
+    parser.add_argument("--dtype", metavar="NAME", help="of the model: float32 (default) or bfloat16")
     parser.add_argument("--prompt", default=TEXT, metavar="TEXT", help="repeated up to the context length")
     parser.add_argument("--seed", type=_bounded(0, 2**31 - 1), default=0, help="of the weights; default: 0")
     parser.add_argument("--json", type=_writable, metavar="FILE", help="also write the results to FILE")
@@ -91,6 +100,13 @@ def run(options: argparse.Namespace) -> int:
     if absent:
         print(f"demo needs {', '.join(absent)}: {INSTALL}", file=sys.stderr)
         return 1
+    if options.prefill:
+        from . import demo_prefill
+
+        demo_prefill.complete(options)
+    for name, default in DEFAULTS.items():
+        if getattr(options, name) is None:
+            setattr(options, name, default)
     device = processes.own_device(_chosen_device(options))
     if options.dtype not in DTYPES:
         _refuse(options, "--dtype", options.dtype, DTYPES)
@@ -98,6 +114,8 @@ def run(options: argparse.Namespace) -> int:
     work = _planned_work(options)
     modes = _modes(options, work, device)
     with processes.group_of_processes(device) as group, processes.only_rank_0_prints():
+        if options.prefill:
+            return demo_prefill.run(options, device, work[demo_prefill.MODEL], group)
         return _run_here(options, device, work, modes, group)
 
 
@@ -112,7 +130,7 @@ def _run_here(
     shardings, impossible = _shardings(options, device)
     kernel = explain("sparse_ckv_decode", device)
     print(
-        f"Random weights of seed {options.seed}, {options.dtype}, on {_device_name(device)}; sparse_ckv_decode runs as "
+        f"Random weights of seed {options.seed}, {options.dtype}, on {device_name(device)}; sparse_ckv_decode runs as "
         f"{kernel['kernel']} ({kernel['why']}); PyTorch {torch.__version__}"
     )
     if modes:
@@ -138,7 +156,7 @@ def _run_here(
     if options.plot and first:
         from .demo_plot import plot
 
-        plot(runs, options.plot, _device_name(device))
+        plot(runs, options.plot, device_name(device))
     return _print_verdict(runs)
 
 
@@ -203,7 +221,7 @@ def _modes(options: argparse.Namespace, work: dict[str, list[str]], device: torc
     return modes
 
 
-def _device_name(device: torch.device) -> str:
+def device_name(device: torch.device) -> str:
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
     return f"CPU, {platform.machine()}, {torch.get_num_threads()} thread(s)"
@@ -383,13 +401,16 @@ def _print_verdict(runs: list[dict]) -> int:
 
 
 def _write_json(options: argparse.Namespace, device: torch.device, runs: list[dict]) -> None:
-    header = {
+    options.json.write_text(json.dumps({**json_header(options, device), "runs": runs}, indent=2) + "\n")
+
+
+def json_header(options: argparse.Namespace, device: torch.device) -> dict:
+    return {
         "torch_sparse_mla": __version__,
         "torch": torch.__version__,
         "transformers": version("transformers"),
-        "device": _device_name(device),
+        "device": device_name(device),
         "kernel": explain("sparse_ckv_decode", device)["kernel"],
         "dtype": options.dtype,
         "seed": options.seed,
     }
-    options.json.write_text(json.dumps({**header, "runs": runs}, indent=2) + "\n")

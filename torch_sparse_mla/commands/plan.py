@@ -1,11 +1,14 @@
 """`doctor --plan`: the bytes that prefill gathers need in a configuration, before anything is allocated."""
 
 import argparse
+import dataclasses
 
 from ..contract import check_layout, reject
 from ..gather import GatherPlan, gather_capacity
 from ..gather.policy import gather_bytes, ordinary_bytes
-from ..gather.workspace import lane_bytes, staged_lane_bytes
+from ..gather.workspace import lane_bytes, resident_bytes, staged_lane_bytes
+from ..indexer.pools import TOKENS_PER_INDEX_PAGE
+from ..indexer.row_split import RowSplit
 from .console import print_table
 
 DEFAULTS = {
@@ -18,6 +21,10 @@ DEFAULTS = {
     "lanes": 1,
     "micro_batches": 1,
     "heads": 64,
+    "resident_tokens": 524_288,
+    "resident_requests": 32,
+    "layers": 11,
+    "pools": 512,
     "layout": "fp8_mla_nope",
 }
 
@@ -46,6 +53,9 @@ def plan(settings: list[tuple[str, int | str]]) -> dict:
     sizes = GatherPlan(given["max_requests"], given["max_rows"], capacity, *geometry)
     lane = lane_bytes(sizes, layout.record_bytes)
     slots = given["lanes"] * given["micro_batches"]
+    held = gather_capacity(given["resident_tokens"], given["resident_requests"], *geometry)
+    resident_sizes = dataclasses.replace(sizes, resident=held)
+    resident = resident_bytes(resident_sizes, layout.record_bytes, given["layers"])
     gathered = gather_bytes(1, layout.record_bytes, world)
     ordinary = ordinary_bytes(1, given["heads"], layout.query_dim, world)
     return {
@@ -57,16 +67,29 @@ def plan(settings: list[tuple[str, int | str]]) -> dict:
         "lane_bytes": {"gathered": lane.gathered, "plan": lane.plan, "channel": lane.channel, "total": lane.total},
         "slots": slots,
         "total_bytes": slots * lane.total,
+        "resident_records": held,
+        "resident_layer_bytes": resident // given["layers"],
+        "resident_bytes": given["lanes"] * resident + slots * 4 * resident_sizes.words,
+        "split_selector_bytes": _split_selector_bytes(given),
         "staged_lane_bytes": staged_lane_bytes(capacity, layout.record_bytes, world, 2),
         # A slice holds a world-th of the context: the gather receives this much for each of its tokens.
         "context_per_row": round(ordinary / (gathered / world), 1) if gathered else None,
     }
 
 
+def _split_selector_bytes(given: dict) -> int | None:
+    """None where the pages hold no whole index pages, or these no whole runs: rows cannot be split then."""
+    world, interleave, page_size = given["world"], given["interleave"], given["page_size"]
+    if page_size % TOKENS_PER_INDEX_PAGE or TOKENS_PER_INDEX_PAGE % interleave or (world > 1 and interleave % 4):
+        return None
+    limits = (given["max_requests"], given["max_rows"], given["max_tokens"], given["pools"])
+    return RowSplit(*limits, world, interleave, page_size).reserved_bytes()
+
+
 def print_plan(report: dict) -> None:
     rows = [(name, str(value)) for name, value in report["settings"].items()]
     print_table("Configuration", ("setting", ">value"), rows)
-    lane = report["lane_bytes"]
+    lane, layers, split = report["lane_bytes"], report["settings"]["layers"], report["split_selector_bytes"]
     sizes = [
         ("records of a rank's slice (capacity)", f"{report['capacity_records']:,}"),
         ("records of the gathered buffer", f"{report['gathered_records']:,}"),
@@ -76,6 +99,9 @@ def print_plan(report: dict) -> None:
         ("channel's slabs on a GPU, bytes", f"{lane['channel']:,}"),
         ("one slot, bytes", f"{lane['total']:,}"),
         (f"all {report['slots']} slot(s) on each rank, bytes", f"{report['total_bytes']:,}"),
+        ("resident buffer of one layer (incremental gather), bytes", f"{report['resident_layer_bytes']:,}"),
+        (f"resident buffers of {layers} layers, all lanes, with plans, bytes", f"{report['resident_bytes']:,}"),
+        ("selector with rows split by rank, bytes", "-" if split is None else f"{split:,}"),
         ("for comparison: a lane with a staging copy and depth 1, bytes", f"{report['staged_lane_bytes']:,}"),
         ("gathers pay up to this context per query row, by bytes", f"{report['context_per_row']}"),
     ]

@@ -120,8 +120,8 @@ def layer_pointers(names: tuple[str, ...], unit: int) -> dict[str, str]:
 
 
 def aot_configurations(capability: int) -> AotConfigurations:
-    """The widths of the record layouts, in 16-byte vectors, and one width in bytes; widths of partial results."""
-    for record_bytes, unit in ((304, 4), (368, 4), (432, 4), (656, 4), (1152, 4), (64, 4), (4, 1), (37, 1)):
+    """Widths of record layouts and of index pages in 16-byte vectors, and one width in bytes; of partial results."""
+    for record_bytes, unit in ((304, 4), (368, 4), (432, 4), (656, 4), (1152, 4), (8448, 4), (64, 4), (4, 1), (37, 1)):
         common = {"owner_offsets": "*i32:16", "state": "*i32:16", "peers": "*i64:16"} | GEOMETRY
         push = layer_pointers(("cache", "workspace"), unit) | common | {"owned_slots": "*i32:16"}
         push |= {"page_stride": "i64", "page_size": "i32", "num_slots": "i32"}

@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import itertools
 
 import torch
 
@@ -21,6 +22,7 @@ from ..contract import (
 from ..exchange.channel import STATE_WORDS, TAG, find_channel
 from ..exchange.contract import ExchangeCall
 from ..selection.contract import page_limit
+from ..sharding import local_length
 from .plan import GatherPlan
 
 
@@ -36,30 +38,43 @@ def check_c4_plan_gather(
     interleave: int,
     rank: int,
     world: int,
+    resident_starts: torch.Tensor | None = None,
+    resident_lengths: torch.Tensor | None = None,
+    resident: int = 0,
 ) -> GatherPlan:
     op = "c4_plan_gather"
     tensors = {"lengths": lengths, "row_starts": row_starts, "block_table": block_table, "plan": plan}
+    held = {"resident_starts": resident_starts, "resident_lengths": resident_lengths}
+    for name, tensor in held.items():
+        if (tensor is None) != (resident == 0):
+            given = "None" if tensor is None else "a tensor"
+            reject(op, name, f"{given} with resident {resident}", "a tensor where resident is above 0, else None")
+    held = {name: tensor for name, tensor in held.items() if tensor is not None}
+    tensors |= held
     check_same_device(op, **tensors)
     for name, tensor in tensors.items():
         check_dtype(op, name, tensor, (torch.int32,))
         dims = 2 if name == "block_table" else 1
         if tensor.dim() != dims:
             reject(op, name, f"shape {list(tensor.shape)}", f"a shape of {dims} dimension(s)")
-    for name in ("lengths", "row_starts", "plan"):
+    for name in ("lengths", "row_starts", "plan", *held):
         check_contiguous(op, name, tensors[name])
     check_last_dim_contiguous(op, "block_table", block_table)
-    sizes = _sizes(op, requests, rows, capacity, world, interleave, page_size)
+    sizes = _sizes(op, requests, rows, capacity, world, interleave, page_size, resident)
     if not 0 <= rank < world:
         reject(op, "rank", rank, f"0 <= rank < world = {world}")
     given = block_table.shape[0]
     if given > requests:
         reject(op, "block_table", f"{given} requests", f"at most the reserved {requests}")
-    check_shape(op, "lengths", lengths, (given,), "requests")
+    for name in ("lengths", *held):
+        check_shape(op, name, tensors[name], (given,), "requests")
     check_shape(op, "row_starts", row_starts, (given + 1,), "requests + 1")
     check_shape(op, "plan", plan, (sizes.words,), f"words of {sizes}")
-    check_no_overlap(op, {"plan": plan}, {name: tensors[name] for name in ("lengths", "row_starts", "block_table")})
+    check_no_overlap(op, {"plan": plan}, {name: tensor for name, tensor in tensors.items() if name != "plan"})
     if checked_mode() and not is_fake(plan):
-        _check_plan_data(op, sizes, lengths, row_starts, block_table)
+        if held:
+            _check_resident_data(op, sizes, lengths, resident_starts, resident_lengths)
+        _check_plan_data(op, sizes, lengths, row_starts, block_table, resident_lengths)
     return sizes
 
 
@@ -72,6 +87,7 @@ def check_c4_remap(
     rows: int = 0,
     interleave: int = 1,
     world: int = 1,
+    resident: int = 0,
 ) -> dict[str, int]:
     """Returns the words at which the views of the plan begin; nothing for fake tensors, whose sizes may be symbols."""
     op = "c4_remap"
@@ -81,11 +97,7 @@ def check_c4_remap(
         check_dtype(op, name, tensor, (torch.int32,))
     for name in ("plan", "slots", "counts"):
         check_contiguous(op, name, tensors[name])
-    for name, value, least in (("requests", requests, 1), ("rows", rows, 0), ("interleave", interleave, 1)):
-        if value < least:
-            reject(op, name, value, f"{least} or more")
-    if world < 1:
-        reject(op, "world", world, "1 or more")
+    _check_sizes(op, requests=requests, rows=rows, interleave=interleave, world=world, resident=resident)
     if topk.dim() != 2:
         reject(op, "topk", f"shape {list(topk.shape)}", "shape [rows, K]")
     check_last_dim_contiguous(op, "topk", topk)
@@ -98,13 +110,51 @@ def check_c4_remap(
         reject(op, "plan", f"shape {list(plan.shape)}", "shape [words], a GatherPlan buffer")
     if is_fake(plan):
         return {}
-    offsets, words = _remap_offsets(requests, rows or given, world)
+    offsets, words = plan_offsets(requests, rows or given, world, resident)
     if plan.numel() < words:
         allowed = f"more than {words} words, for {requests} requests, {rows or given} rows and {world} ranks"
         reject(op, "plan", f"{plan.numel()} words", allowed)
     check_no_overlap(op, {"slots": slots, "counts": counts}, {"topk": topk, "plan": plan})
     if checked_mode() and given:
         _check_positions(op, topk, plan, offsets)
+    return offsets
+
+
+def check_c4_place_records(
+    gathered: torch.Tensor,
+    plan: torch.Tensor,
+    resident: torch.Tensor,
+    requests: int,
+    rows: int,
+    interleave: int,
+    world: int,
+) -> dict[str, int]:
+    """Returns the words at which the views of the plan begin; nothing for fake tensors, whose sizes may be symbols."""
+    op = "c4_place_records"
+    tensors = {"gathered": gathered, "plan": plan, "resident": resident}
+    check_same_device(op, **tensors)
+    check_dtype(op, "plan", plan, (torch.int32,))
+    _check_sizes(op, requests=requests, rows=rows, interleave=interleave, world=world)
+    for name in ("gathered", "resident"):
+        tensor = tensors[name]
+        check_dtype(op, name, tensor, (torch.uint8,))
+        if tensor.dim() != 2 or tensor.shape[0] % world or tensor.shape[1] < 1:
+            allowed = f"shape [a multiple of world = {world}, record_bytes]"
+            reject(op, name, f"shape {list(tensor.shape)}", allowed)
+    if resident.shape[1] != gathered.shape[1]:
+        allowed = f"records of {gathered.shape[1]} bytes, those of gathered"
+        reject(op, "resident", f"records of {resident.shape[1]} bytes", allowed)
+    if plan.dim() != 1:
+        reject(op, "plan", f"shape {list(plan.shape)}", "shape [words], a GatherPlan buffer")
+    for name, tensor in tensors.items():
+        check_contiguous(op, name, tensor)
+    check_no_overlap(op, {"resident": resident}, {"gathered": gathered, "plan": plan})
+    if is_fake(plan):
+        return {}
+    offsets, words = plan_offsets(requests, rows, world, 1)
+    if plan.numel() != words + gathered.shape[0] // world:
+        allowed = f"the plan of gathered, of {words + gathered.shape[0] // world} words with its resident views"
+        reject(op, "plan", f"{plan.numel()} words", allowed)
     return offsets
 
 
@@ -177,6 +227,13 @@ def _check_gather(
     return call
 
 
+def _check_sizes(op: str, **sizes: int) -> None:
+    for name, value in sizes.items():
+        least = 0 if name in ("rows", "resident") else 1
+        if value < least:
+            reject(op, name, value, f"{least} or more")
+
+
 def _check_cache(op: str, cache: torch.Tensor, record_bytes: int, where: str) -> None:
     """A paged cache with any page stride: records of any width, packed within a page."""
     check_dtype(op, "cache", cache, (torch.uint8,))
@@ -196,22 +253,27 @@ def _kept_sizes(*sizes: int) -> tuple[GatherPlan, int]:
     return plan, plan.words
 
 
-def _sizes(op: str, requests: int, rows: int, capacity: int, world: int, interleave: int, page_size: int) -> GatherPlan:
+def _sizes(op: str, *sizes: int) -> GatherPlan:
     try:
-        return _kept_sizes(requests, rows, capacity, world, interleave, page_size)[0]
+        return _kept_sizes(*sizes)[0]
     except ValueError as error:
         reject(op, "plan", f"sizes of no plan ({error})", "the sizes of a GatherPlan")
 
 
 @functools.lru_cache(maxsize=256)
-def _remap_offsets(requests: int, rows: int, world: int) -> tuple[dict[str, int], int]:
+def plan_offsets(requests: int, rows: int, world: int, resident: int) -> tuple[dict[str, int], int]:
     """Where the views that come before the slots begin; and the words up to their end. They take no other size."""
-    sections = GatherPlan(requests, max(rows, 1), world, world, 1, world).sections
+    sections = GatherPlan(requests, max(rows, 1), world, world, 1, world, min(resident, 1)).sections
     return {name: section.offset for name, section in sections.items()}, sections["owned_slots"].offset
 
 
 def _check_plan_data(
-    op: str, sizes: GatherPlan, lengths: torch.Tensor, row_starts: torch.Tensor, block_table: torch.Tensor
+    op: str,
+    sizes: GatherPlan,
+    lengths: torch.Tensor,
+    row_starts: torch.Tensor,
+    block_table: torch.Tensor,
+    resident_lengths: torch.Tensor | None,
 ) -> None:
     """Refuse lengths and pages that do not fit. Reads the device."""
     if lengths.is_cuda:
@@ -224,15 +286,31 @@ def _check_plan_data(
     bad[:1] |= row_starts[:1] != 0
     allowed = "0, then sums of new lengths, none of them above the request's length"
     reject_first_row(op, "row_starts", bad | (row_starts > sizes.rows), row_starts, f"{allowed}, up to {sizes.rows}")
-    padded = sizes.host_padded(lengths.tolist())
-    if padded > sizes.capacity:
+    if resident_lengths is None:
+        needed = sizes.host_padded(lengths.tolist())
+    else:
+        needed = max(sizes.host_sent(lengths.tolist(), resident_lengths.tolist()))
+    if needed > sizes.capacity:
         reject(
-            op, "lengths", f"lengths that need {padded} records in a slice", f"at most the capacity {sizes.capacity}"
+            op, "lengths", f"lengths that need {needed} records in a slice", f"at most the capacity {sizes.capacity}"
         )
     blocks = torch.arange(block_table.shape[1], device=lengths.device)
     used = blocks * sizes.page_size * sizes.world < given[:, None]
-    bad = used & ((block_table < 0) | (block_table >= page_limit(sizes.page_size)))
+    bad = used & ((block_table < 0) | (block_table.long() >= page_limit(sizes.page_size)))
     reject_first_row(op, "block_table", bad, block_table, "a page number, where the request has tokens")
+
+
+def _check_resident_data(
+    op: str, sizes: GatherPlan, lengths: torch.Tensor, starts: torch.Tensor, resident_lengths: torch.Tensor
+) -> None:
+    """Refuse requests that are resident beyond their length, or beyond the buffer. Reads the device."""
+    if lengths.is_cuda:
+        refuse_checks_under_capture(op)
+    bad = (resident_lengths < 0) | (resident_lengths > lengths)
+    reject_first_row(op, "resident_lengths", bad, resident_lengths, "0 to the request's length")
+    ends = starts.long() + local_length(0, lengths.long(), sizes.world, sizes.interleave)
+    bad = (starts < 0) | (ends > sizes.resident)
+    reject_first_row(op, "resident_starts", bad, starts, f"0 or more, with all records below {sizes.resident}")
 
 
 def _check_positions(op: str, topk: torch.Tensor, plan: torch.Tensor, offsets: dict[str, int]) -> None:
@@ -249,11 +327,12 @@ def _check_gather_data(call: GatherCall) -> None:
     """Refuse a plan that was refused itself, or that names records which the cache lacks. Reads the device."""
     if call.plan.is_cuda:
         refuse_checks_under_capture(call.op)
-    offsets, world = call.owner_offsets[0].tolist(), call.channel.world
-    capacity, padded = len(call.owned_slots), offsets[1]
-    if not 0 <= padded <= capacity or offsets != [rank * padded for rank in range(world + 1)]:
-        allowed = f"multiples of one padded size from 0 to {capacity}, as c4_plan_gather writes"
+    offsets, capacity = call.owner_offsets[0].tolist(), len(call.owned_slots)
+    slices = [end - begin for begin, end in itertools.pairwise(offsets)]
+    if offsets[0] != 0 or not all(0 <= size <= capacity for size in slices):
+        allowed = f"0, then slices of 0 to {capacity} records, as c4_plan_gather writes"
         reject(call.op, "plan", f"slices that begin at {offsets}", allowed)
-    slots, num_slots = call.owned_slots[:padded], call.caches[0].shape[0] * call.caches[0].shape[1]
+    slots = call.owned_slots[: slices[call.channel.rank]]
+    num_slots = call.caches[0].shape[0] * call.caches[0].shape[1]
     bad = (slots < -1) | (slots >= num_slots)
     reject_first_row(call.op, "plan", bad, slots, f"slots -1..{num_slots - 1}")

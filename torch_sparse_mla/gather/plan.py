@@ -2,6 +2,10 @@
 
 The gathered buffer is `[world, padded, record_bytes]`: each rank's visible records, request behind request. Every rank
 derives the same numbers from the same global lengths, which the host has already: nothing is read back.
+
+In the incremental form only the records that are not resident yet travel. The gathered buffer holds them one slice
+behind the other, without padding, and `c4_place_records` brings each to its place in a resident buffer
+`[world, resident, record_bytes]`, where a request's records begin at the same place in every slice and never move.
 """
 
 import itertools
@@ -18,6 +22,8 @@ from ..sharding import check_geometry, local_length
 _OP = "GatherPlan"
 _INT32_MAX = 2**31 - 1
 _ALIGNMENT_WORDS = 4
+# What a channel that writes peer memory keeps on each rank: gathered buffers, by parity of the epoch.
+CHANNEL_SLABS = 2
 
 
 @dataclass(frozen=True)
@@ -33,6 +39,7 @@ class GatherPlan:
         capacity: records that a rank's slice of the gathered buffer can have; see `gather_capacity`.
         world, interleave: the DCP geometry.
         page_size: records in a page of the cache.
+        resident: records of a rank's slice of a resident buffer; 0: the full gather, without such buffers.
     """
 
     requests: int
@@ -41,6 +48,7 @@ class GatherPlan:
     world: int
     interleave: int
     page_size: int
+    resident: int = 0
 
     def __post_init__(self) -> None:
         for name, least in (("requests", 1), ("rows", 1), ("capacity", 1)):
@@ -51,6 +59,9 @@ class GatherPlan:
         if self.capacity % self.padding_unit:
             allowed = f"a multiple of page_size // gcd(page_size, world) = {self.padding_unit}"
             reject(_OP, "capacity", self.capacity, allowed)
+        if not isinstance(self.resident, int) or not 0 <= self.resident * self.world <= _INT32_MAX:
+            allowed = f"an integer from 0 to {_INT32_MAX // self.world}: world * resident is an int32"
+            reject(_OP, "resident", repr(self.resident), allowed)
         if self.world * self.capacity > _INT32_MAX or self.words > _INT32_MAX:
             reject(_OP, "capacity", self.capacity, f"world * capacity and the plan's words up to {_INT32_MAX}")
 
@@ -71,6 +82,7 @@ class GatherPlan:
             "owner_offsets": (1, self.world + 1),
             "starts": (self.world, self.requests),
             "lengths": (self.requests,),
+            **({"resident_starts": (self.requests,), "resident_lengths": (self.requests,)} if self.resident else {}),
             "row_requests": (self.rows,),
             "causal_lengths": (self.rows,),
             "owned_slots": (self.capacity,),
@@ -92,7 +104,8 @@ class GatherPlan:
         return torch.empty(self.words, dtype=torch.int32, device=device)
 
     def owner_offsets(self, plan: torch.Tensor) -> torch.Tensor:
-        """[1, world + 1]: where each rank's slice begins, which is `rank * padded`. All 0: the plan was refused."""
+        """[1, world + 1]: where each rank's slice begins: `rank * padded`, or where the slice before it ends in the
+        incremental form. All 0: the plan was refused, or there is nothing to bring."""
         return self._view(plan, "owner_offsets")
 
     def starts(self, plan: torch.Tensor) -> torch.Tensor:
@@ -102,6 +115,14 @@ class GatherPlan:
     def lengths(self, plan: torch.Tensor) -> torch.Tensor:
         """[requests]: global lengths; 0 beyond the call's requests."""
         return self._view(plan, "lengths")
+
+    def resident_starts(self, plan: torch.Tensor) -> torch.Tensor:
+        """[requests]: where a request's records begin in each slice of a resident buffer. Incremental form only."""
+        return self._view(plan, "resident_starts")
+
+    def resident_lengths(self, plan: torch.Tensor) -> torch.Tensor:
+        """[requests]: tokens of which the records are resident before the call. Incremental form only."""
+        return self._view(plan, "resident_lengths")
 
     def row_requests(self, plan: torch.Tensor) -> torch.Tensor:
         """[rows]: the request of each query row; -1 for a padded row."""
@@ -126,6 +147,11 @@ class GatherPlan:
     def host_padded(self, lengths: Sequence[int]) -> int:
         """Records of a slice: the largest total, rounded up to the padding unit. May exceed the capacity."""
         return round_up(max(self.host_totals(lengths)), self.padding_unit)
+
+    def host_sent(self, lengths: Sequence[int], resident_lengths: Sequence[int]) -> list[int]:
+        """Records of each rank's slice in the incremental form: those of tokens from the resident length on."""
+        totals, kept = self.host_totals(lengths), self.host_totals(resident_lengths)
+        return [total - known for total, known in zip(totals, kept, strict=True)]
 
     def _local(self, lengths: Sequence[int]) -> list[list[int]]:
         return [

@@ -21,6 +21,7 @@ __all__ = ["c4_plan_gather", "c4_prefill_gather", "c4_prefill_gather_start", "c4
 REQUEST_BLOCK = 128
 PLAN_BLOCK = 1024
 REMAP_BLOCK = 1024
+_INT32_MAX = 2**31 - 1
 NUM_WARPS = 4
 OPTIONS = {"num_warps": NUM_WARPS}
 
@@ -37,23 +38,43 @@ def c4_plan_gather(
     interleave: int,
     rank: int,
     world: int,
+    resident_starts: torch.Tensor | None = None,
+    resident_lengths: torch.Tensor | None = None,
+    resident: int = 0,
 ) -> None:
     sizes = check_c4_plan_gather(
-        lengths, row_starts, block_table, plan, requests, rows, capacity, page_size, interleave, rank, world
+        lengths,
+        row_starts,
+        block_table,
+        plan,
+        requests,
+        rows,
+        capacity,
+        page_size,
+        interleave,
+        rank,
+        world,
+        resident_starts,
+        resident_lengths,
+        resident,
     )
     given, blocks = block_table.shape
     begins = {name: section.offset for name, section in sizes.sections.items()}
     views = (begins["starts"], begins["lengths"])
-    geometry = {"WORLD": world, "INTERLEAVE": interleave}
+    resident_views = [begins.get(name, 0) for name in ("resident_starts", "resident_lengths")]
+    geometry = {"WORLD": world, "INTERLEAVE": interleave, "RESIDENT": resident > 0}
     with on_device(plan):
         _gather_starts_kernel[(1,)](
             lengths,
+            resident_starts if resident else lengths,
+            resident_lengths if resident else lengths,
             plan,
             given,
             requests,
             capacity,
             sizes.padding_unit,
             *views,
+            *resident_views,
             **geometry,
             OFFSETS=triton.next_power_of_2(world + 1),
             BLOCK=REQUEST_BLOCK,
@@ -70,6 +91,7 @@ def c4_plan_gather(
             page_limit(page_size),
             rank,
             *views,
+            resident_views[1],
             begins["owned_slots"],
             **geometry,
             PAGE_SIZE=page_size,
@@ -98,8 +120,9 @@ def c4_remap(
     rows: int = 0,
     interleave: int = 1,
     world: int = 1,
+    resident: int = 0,
 ) -> None:
-    begins = check_c4_remap(topk, plan, slots, counts, requests, rows, interleave, world)
+    begins = check_c4_remap(topk, plan, slots, counts, requests, rows, interleave, world, resident)
     given, columns = topk.shape
     if not given:
         return
@@ -112,7 +135,10 @@ def c4_remap(
             columns,
             topk.stride(0),
             requests,
-            begins["starts"],
+            resident,
+            resident or _INT32_MAX,
+            0 if resident else requests,
+            begins["resident_starts" if resident else "starts"],
             begins["lengths"],
             begins["row_requests"],
             begins["causal_lengths"],
@@ -124,7 +150,16 @@ def c4_remap(
 
 
 # Sizes are not specialised on their values, so nothing is compiled when a chunk of another size first comes.
-STARTS_SIZES = ["num_requests", "requests", "capacity", "unit", "starts_offset", "lengths_offset"]
+STARTS_SIZES = [
+    "num_requests",
+    "requests",
+    "capacity",
+    "unit",
+    "starts_offset",
+    "lengths_offset",
+    "resident_starts_offset",
+    "resident_lengths_offset",
+]
 SLOTS_SIZES = [
     "num_requests",
     "requests",
@@ -135,6 +170,7 @@ SLOTS_SIZES = [
     "rank",
     "starts_offset",
     "lengths_offset",
+    "resident_lengths_offset",
     "slots_offset",
 ]
 ROWS_SIZES = ["num_requests", "rows", "lengths_offset", "row_requests_offset", "causal_offset"]
@@ -142,16 +178,22 @@ REMAP_SIZES = [
     "columns",
     "topk_stride",
     "requests",
+    "resident",
+    "limit",
+    "starts_stride",
     "starts_offset",
     "lengths_offset",
     "row_requests_offset",
     "causal_offset",
 ]
+STARTS_POINTERS = ["lengths_ptr", "resident_starts_ptr", "resident_lengths_ptr"]
 
 
-@triton.jit(do_not_specialize=STARTS_SIZES, do_not_specialize_on_alignment=["lengths_ptr"])
+@triton.jit(do_not_specialize=STARTS_SIZES, do_not_specialize_on_alignment=STARTS_POINTERS)
 def _gather_starts_kernel(
     lengths_ptr,
+    resident_starts_ptr,
+    resident_lengths_ptr,
     plan_ptr,
     num_requests: tl.int32,
     requests: tl.int32,
@@ -159,12 +201,18 @@ def _gather_starts_kernel(
     unit: tl.int64,
     starts_offset: tl.int64,
     lengths_offset: tl.int64,
+    resident_starts_offset: tl.int64,
+    resident_lengths_offset: tl.int64,
     WORLD: tl.constexpr,
     INTERLEAVE: tl.constexpr,
+    RESIDENT: tl.constexpr,
     OFFSETS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
+    """Also copies what the other kernels and operators read of the call: they are given the plan alone."""
     largest = tl.full((), 0, tl.int64)
+    number = tl.arange(0, OFFSETS)
+    offsets = tl.zeros([OFFSETS], tl.int64)
     starts_ptr = plan_ptr + starts_offset
     for rank in range(WORLD):
         total = tl.full((), 0, tl.int64)
@@ -173,15 +221,25 @@ def _gather_starts_kernel(
             length = tl.load(lengths_ptr + request, mask=request < num_requests, other=0)
             length = tl.maximum(length, 0)
             local = _local_length(length, rank, WORLD, INTERLEAVE).to(tl.int64)
+            if RESIDENT:
+                given = request < num_requests
+                known = tl.load(resident_lengths_ptr + request, mask=given, other=0)
+                known = tl.minimum(tl.maximum(known, 0), length)
+                local -= _local_length(known, rank, WORLD, INTERLEAVE)
+                start = tl.load(resident_starts_ptr + request, mask=given, other=0)
+                tl.store(plan_ptr + resident_starts_offset + request, start, mask=request < requests)
+                tl.store(plan_ptr + resident_lengths_offset + request, known, mask=request < requests)
             tl.store(starts_ptr + request, (total + tl.cumsum(local) - local).to(tl.int32), mask=request < requests)
             tl.store(plan_ptr + lengths_offset + request, length, mask=request < requests)
             total += tl.sum(local)
         largest = tl.maximum(largest, total)
+        offsets += tl.where(number > rank, total, 0)
         starts_ptr += requests
-    padded = (largest + unit - 1) // unit * unit
-    padded = tl.where(padded <= capacity, padded, 0)
-    rank = tl.arange(0, OFFSETS)
-    tl.store(plan_ptr + rank, (rank * padded).to(tl.int32), mask=rank <= WORLD)
+    if not RESIDENT:
+        largest = (largest + unit - 1) // unit * unit
+        offsets = number * largest
+    offsets = tl.where(largest <= capacity, offsets, 0)
+    tl.store(plan_ptr + number, offsets.to(tl.int32), mask=number <= WORLD)
 
 
 @triton.jit(do_not_specialize=SLOTS_SIZES, do_not_specialize_on_alignment=["block_table_ptr"])
@@ -197,17 +255,22 @@ def _gather_slots_kernel(
     rank: tl.int32,
     starts_offset: tl.int64,
     lengths_offset: tl.int64,
+    resident_lengths_offset: tl.int64,
     slots_offset: tl.int64,
     WORLD: tl.constexpr,
     INTERLEAVE: tl.constexpr,
+    RESIDENT: tl.constexpr,
     PAGE_SIZE: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     record = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     starts_ptr = plan_ptr + starts_offset + rank.to(tl.int64) * requests
     request = _last_that_begins(starts_ptr, record, num_requests)
-    inside = (record < capacity) & (request < num_requests) & (tl.load(plan_ptr + 1) > 0)
+    inside = (record < capacity) & (request < num_requests) & (tl.load(plan_ptr + WORLD) > 0)
     local = record - tl.load(starts_ptr + request, mask=inside, other=0)
+    if RESIDENT:
+        known = tl.load(plan_ptr + resident_lengths_offset + request, mask=inside, other=0)
+        local += _local_length(known, rank, WORLD, INTERLEAVE)
     length = tl.load(plan_ptr + lengths_offset + request, mask=inside, other=0)
     block = local // PAGE_SIZE
     inside = inside & (local < _local_length(length, rank, WORLD, INTERLEAVE)) & (block < num_blocks)
@@ -251,6 +314,9 @@ def _remap_kernel(
     columns: tl.int32,
     topk_stride: tl.int64,
     requests: tl.int32,
+    resident: tl.int32,
+    limit: tl.int32,
+    starts_stride: tl.int32,
     starts_offset: tl.int64,
     lengths_offset: tl.int64,
     row_requests_offset: tl.int64,
@@ -260,9 +326,9 @@ def _remap_kernel(
     BLOCK: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
-    padded = tl.load(plan_ptr + 1)
+    slice_records = tl.where(resident > 0, resident, tl.load(plan_ptr + 1))
     request = tl.load(plan_ptr + row_requests_offset + row)
-    live = (request >= 0) & (request < requests) & (padded > 0)
+    live = (request >= 0) & (request < requests) & (tl.load(plan_ptr + WORLD) > 0)
     request = tl.where(live, request, 0)
     # Without a length no position is present.
     length = tl.where(live, tl.load(plan_ptr + lengths_offset + request), 0)
@@ -278,9 +344,10 @@ def _remap_kernel(
         turn = run // WORLD
         rank = (run - turn * WORLD).to(tl.int32)
         local = (turn * INTERLEAVE + position.to(tl.uint32) % INTERLEAVE).to(tl.int32)
-        start = tl.load(starts_ptr + rank.to(tl.int64) * requests, mask=present, other=0)
+        start = tl.load(starts_ptr + rank.to(tl.int64) * starts_stride, mask=present, other=0)
+        present = present & (start >= 0) & (local < limit - start)
         place = count + tl.cumsum(present.to(tl.int32)) - 1
-        tl.store(slots_ptr + place, rank * padded + start + local, mask=present)
+        tl.store(slots_ptr + place, rank * slice_records + start + local, mask=present)
         count += tl.sum(present.to(tl.int32))
     for first in range(count // BLOCK * BLOCK, columns, BLOCK):
         column = first + tl.arange(0, BLOCK)
@@ -316,17 +383,24 @@ def aot_configurations(capability: int) -> AotConfigurations:
     for world, interleave, page_size in ((1, 1, 64), (4, 4, 64), (4, 4, 2304), (3, 5, 80)):
         name = f"w{world}-i{interleave}-p{page_size}"
         geometry = {"WORLD": world, "INTERLEAVE": interleave}
+        resident = {"RESIDENT": world == 4}
         plan = {"plan_ptr": "*i32:16"}
         starts = {"OFFSETS": triton.next_power_of_2(world + 1), "BLOCK": REQUEST_BLOCK}
         slots = {"PAGE_SIZE": page_size, "BLOCK": PLAN_BLOCK}
         for kernel, pointers, sizes, wide, constants in (
-            (_gather_starts_kernel, ["lengths_ptr"], STARTS_SIZES, ["capacity", "unit"], geometry | starts),
+            (
+                _gather_starts_kernel,
+                STARTS_POINTERS,
+                STARTS_SIZES,
+                ["capacity", "unit"],
+                geometry | resident | starts,
+            ),
             (
                 _gather_slots_kernel,
                 ["block_table_ptr"],
                 SLOTS_SIZES,
                 ["block_table_stride", "num_pages"],
-                geometry | slots,
+                geometry | resident | slots,
             ),
             (_gather_rows_kernel, ["row_starts_ptr"], ROWS_SIZES, [], {"BLOCK": PLAN_BLOCK}),
             (

@@ -4,7 +4,7 @@ takes: index keys and gates of new tokens, index queries. gives: pooled keys in 
 Terms: a *pool* is four consecutive tokens `4 j .. 4 j + 3` of a request; the *tail* are the tokens after the last whole
 pool; a *candidate* is a pool with its score, as one number.
 Reading order: pools (layout of a page, order of candidates) -> codec (Hadamard, e4m3) -> contract -> reference ->
-triton_kernels, triton_kernels_select -> api.
+triton_kernels, triton_kernels_select -> api -> row_split, split_selector (rows split by rank).
 """
 
 from .codec import exact_index_queries, quantise_index_queries

@@ -48,3 +48,21 @@ def scores_of(candidates: torch.Tensor) -> torch.Tensor:
     ordered = (candidates >> 32).int()
     scores = torch.where(ordered < 0, ordered ^ _MAGNITUDE, ordered).view(torch.float32)
     return torch.where(candidates == ABSENT, float("-inf"), scores)
+
+
+def pools_of_lists(topk: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
+    """int32 [rows, pools]: the pool numbers that top-k lists were made of, -1 behind them.
+
+    Args:
+        topk, counts: as `c4_merge_pools` writes them, [rows, 4 * pools + 3] and [rows].
+    """
+    num_pools = topk.shape[1] // POOL_TOKENS
+    # The tail is shorter than a pool, and lies behind all of them.
+    present = torch.arange(num_pools, device=topk.device) < (counts // POOL_TOKENS)[:, None]
+    return torch.where(present, topk[:, : num_pools * POOL_TOKENS : POOL_TOKENS] // POOL_TOKENS, -1).int()
+
+
+def ranked_candidates(pools: torch.Tensor) -> torch.Tensor:
+    """int64 candidates in the order of lists of pool numbers, int32 [rows, pools]: places stand in for scores."""
+    places = torch.arange(pools.shape[1], 0, -1, device=pools.device)
+    return torch.where(pools >= 0, (places << 32) | (MAX_POOL - pools.long()), ABSENT)

@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 
 from ..records.layouts import E4M3_MAX
-from ..records.triton_kernels import _encode_e4m3, _round_to_bf16
+from ..records.triton_codec import encode_e4m3, round_to_bf16
 from ..triton_launch import AotConfiguration, AotConfigurations, on_device
 from . import pools as layout
 from .contract import check_c4_merge_pools, check_c4_write_index_keys
@@ -228,13 +228,13 @@ def _store_pools(pages_ptr, local, pooled, mine, POOLS: tl.constexpr):
         scale = _power_of_two_scale(tl.max(tl.abs(values), 1))
         index_page = local // INDEX_PAGE_POOLS * INDEX_PAGE_BYTES
         place = local % INDEX_PAGE_POOLS
-        codes = _encode_e4m3(values / scale[:, None])
+        codes = encode_e4m3(values / scale[:, None])
         tl.store((pages_ptr + index_page + place * DIM)[:, None] + channel, codes, mask=mine[:, None])
         scale_ptr = pages_ptr + index_page + INDEX_PAGE_POOLS * DIM + place * 4
         tl.store(scale_ptr.to(tl.pointer_type(tl.float32)), scale, mask=mine)
     elif pages_ptr.dtype.element_ty == tl.bfloat16:
         target = (pages_ptr + local * DIM).to(tl.pointer_type(tl.uint16))[:, None] + channel
-        tl.store(target, _round_to_bf16(pooled, False), mask=mine[:, None])
+        tl.store(target, round_to_bf16(pooled, False), mask=mine[:, None])
     else:
         tl.store((pages_ptr + local * DIM)[:, None] + channel, pooled, mask=mine[:, None])
 
@@ -242,7 +242,7 @@ def _store_pools(pages_ptr, local, pooled, mine, POOLS: tl.constexpr):
 @triton.jit
 def _bf16(values):
     """float32 values that are rounded to bfloat16."""
-    return (_round_to_bf16(values, False).to(tl.uint32) << 16).to(tl.float32, bitcast=True)
+    return (round_to_bf16(values, False).to(tl.uint32) << 16).to(tl.float32, bitcast=True)
 
 
 @triton.jit

@@ -12,7 +12,7 @@ import triton.language as tl
 from ..triton_launch import AotConfiguration, AotConfigurations, PreparedOp, on_device
 from . import contract
 from .layouts import E2M1_MAX, E4M3_MAX, LATENT_DIM, LAYOUTS, ROPE_DIM
-from .triton_codec import decode_e2m1, decode_e4m3
+from .triton_codec import decode_e2m1, decode_e4m3, encode_e2m1, encode_e4m3, round_to_bf16
 
 NUM_WARPS = 4
 
@@ -20,7 +20,6 @@ LATENT = tl.constexpr(LATENT_DIM)
 ROPE = tl.constexpr(ROPE_DIM)
 E4M3_LARGEST = tl.constexpr(E4M3_MAX)
 E2M1_LARGEST = tl.constexpr(E2M1_MAX)
-FP32_INF_BITS = tl.constexpr(0x7F800000)
 
 
 _write = PreparedOp(contract.check_write_ckv_records, outputs=("cache",))
@@ -175,7 +174,7 @@ def _record_offset(slot, page_stride_16, page_size, LAYOUT: tl.constexpr):
 @triton.jit
 def _write_bf16(field, values_ptr, COUNT: tl.constexpr):
     i = tl.arange(0, COUNT)
-    bits = _round_to_bf16(tl.load(values_ptr + i).to(tl.float32), True)
+    bits = round_to_bf16(tl.load(values_ptr + i).to(tl.float32), True)
     tl.store(field.to(tl.pointer_type(tl.uint16)) + i, bits)
 
 
@@ -185,7 +184,7 @@ def _write_e4m3(field, values_ptr, GROUPS: tl.constexpr, GROUP_SIZE: tl.constexp
     i = tl.arange(0, GROUPS)[:, None] * GROUP_SIZE + tl.arange(0, GROUP_SIZE)[None, :]
     values = tl.load(values_ptr + i).to(tl.float32)
     scales = _scale_or_one(tl.div_rn(_absolute_maximum(values, 1), E4M3_LARGEST))
-    tl.store(field + i, _encode_e4m3(tl.div_rn(values, scales[:, None])))
+    tl.store(field + i, encode_e4m3(tl.div_rn(values, scales[:, None])))
     return scales
 
 
@@ -203,10 +202,10 @@ def _write_e2m1(record, values_ptr, LAYOUT: tl.constexpr):
     if LAYOUT.token_scale_offset is not None:
         token_scale = _scale_or_one(tl.div_rn(_absolute_maximum(group_maximum, 0), E2M1_LARGEST * E4M3_LARGEST))
         relative = tl.div_rn(relative, token_scale)
-    scale_codes = _encode_e4m3(relative)
+    scale_codes = encode_e4m3(relative)
     tl.store(record + LAYOUT.scale_offset + group, scale_codes)
     scales = (decode_e4m3(scale_codes, tl.float32, False) * token_scale)[:, None]
-    codes = tl.where(scales > 0, _encode_e2m1(tl.div_rn(values, tl.where(scales > 0, scales, 1.0))), 0)
+    codes = tl.where(scales > 0, encode_e2m1(tl.div_rn(values, tl.where(scales > 0, scales, 1.0))), 0)
     even, odd = tl.split(tl.reshape(codes, [groups, LAYOUT.group_size // 2, 2]))
     i = group[:, None] * (LAYOUT.group_size // 2) + tl.arange(0, LAYOUT.group_size // 2)[None, :]
     tl.store(record + i, (even | (odd << 4)).to(tl.uint8))
@@ -263,7 +262,7 @@ def _read_e2m1(record, out_ptr, LAYOUT: tl.constexpr, present):
 def _store_as(out_ptr, i, values):
     """Store fp32 values in the dtype of `out_ptr`, rounded to nearest even."""
     if out_ptr.dtype.element_ty == tl.bfloat16:
-        tl.store(out_ptr.to(tl.pointer_type(tl.uint16)) + i, _round_to_bf16(values, False))
+        tl.store(out_ptr.to(tl.pointer_type(tl.uint16)) + i, round_to_bf16(values, False))
     else:
         tl.store(out_ptr + i, values.to(out_ptr.dtype.element_ty))
 
@@ -277,47 +276,3 @@ def _absolute_maximum(values, AXIS: tl.constexpr):
 @triton.jit
 def _scale_or_one(scale):
     return tl.where(scale == 0, 1.0, scale)
-
-
-@triton.jit
-def _round_to_bf16(values, SATURATE: tl.constexpr):
-    """Bits of the nearest bf16, ties to even, as uint16; with SATURATE, a finite value stays finite."""
-    bits = values.to(tl.int32, bitcast=True)
-    magnitude = bits & 0x7FFFFFFF
-    rounded = (magnitude + 0x7FFF + ((magnitude >> 16) & 1)) >> 16
-    if SATURATE:
-        rounded = tl.where(magnitude < FP32_INF_BITS, tl.minimum(rounded, 0x7F7F), rounded)
-    rounded = tl.where(magnitude > FP32_INF_BITS, 0x7FC0, rounded)
-    return (rounded | ((bits >> 16) & 0x8000)).to(tl.uint16)
-
-
-@triton.jit
-def _encode_e4m3(values):
-    """Nearest e4m3 code as uint8, ties to even, saturating at 448; 0x7F for NaN."""
-    bits = values.to(tl.int32, bitcast=True)
-    magnitude = bits & 0x7FFFFFFF
-    code = _encode_magnitude(tl.minimum(magnitude, 0x43E00000), 3, 7)
-    code = tl.where(magnitude > FP32_INF_BITS, 0x7F, code)
-    return (code | ((bits >> 24) & 0x80)).to(tl.uint8)
-
-
-@triton.jit
-def _encode_e2m1(values):
-    """Nearest e2m1 code as int32, ties to even, saturating at 6. There is no code for NaN."""
-    bits = values.to(tl.int32, bitcast=True)
-    return _encode_magnitude(tl.minimum(bits & 0x7FFFFFFF, 0x40C00000), 1, 1) | ((bits >> 28) & 8)
-
-
-@triton.jit
-def _encode_magnitude(magnitude, MANTISSA_BITS: tl.constexpr, BIAS: tl.constexpr):
-    """Nearest minifloat code, ties to even, of the bits of a finite fp32 magnitude within the minifloat's range."""
-    shift: tl.constexpr = 23 - MANTISSA_BITS
-    normal = ((magnitude + (1 << (shift - 1)) - 1 + ((magnitude >> shift) & 1)) >> shift) - (
-        (127 - BIAS) << MANTISSA_BITS
-    )
-    # Below the least normal number codes are evenly spaced. Added to a number whose last bit is worth that spacing, a
-    # magnitude is rounded to it by the fp32 adder, and the code appears in the sum's low bits.
-    anchor: tl.constexpr = (127 + shift + 1 - BIAS) << 23
-    anchor_value = tl.full(magnitude.shape, anchor, tl.int32).to(tl.float32, bitcast=True)
-    subnormal = (magnitude.to(tl.float32, bitcast=True) + anchor_value).to(tl.int32, bitcast=True) - anchor
-    return tl.where(magnitude < ((128 - BIAS) << 23), subnormal, normal)
