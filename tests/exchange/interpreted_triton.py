@@ -181,7 +181,7 @@ class GuardedWorkspaces:
             assert (storage[: self.size] == POISON).all() and (storage[2 * self.size :] == POISON).all()
 
 
-@pytest.mark.parametrize("counter", [2**31 - 2, -2, -1])
+@pytest.mark.parametrize("counter", [2**16 - 2, 2**31 - 2, -2, -1])
 def test_counters_wrap(counter, generator):
     world = interpreted_world(Shape(world=2, layers=1))
     set_counters(world, counter)
