@@ -206,7 +206,12 @@ class GroupStep:
         details = {
             "union": self.inputs.union,
             "chosen": self.chosen,
-            "predicted_us": {row["strategy"]: round(row["us_per_layer"], 2) for row in explained["table"]},
+            "predicted_us": {
+                row["strategy"] + " over nccl" * (row["over"] == "nccl"): round(row["us_per_layer"], 2)
+                for row in explained["table"]
+            },
+            "costs": explained["costs"],
+            "over": explained["over"],
         }
         return Contender(name, self.call, self.poison, self.error, TOLERANCE, details)
 

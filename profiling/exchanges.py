@@ -6,6 +6,7 @@ import torch
 import torch.distributed as dist
 
 from torch_sparse_mla import Channel, LoopbackGroup, ce_exchange_start, ce_exchange_wait
+from torch_sparse_mla.exchange.channel import REUSE_DISTANCE
 from torch_sparse_mla.exchange.group import as_group
 
 from .ranks import LoopbackRanks, ProcessRanks
@@ -56,17 +57,22 @@ class Exchanger:
                 transport=transport,
                 timeout_s=TIMEOUT_S,
                 device=ranks.device,
+                workspace_sets=REUSE_DISTANCE if transport == "direct" else 0,
             )
             for rank in ranks.own
         }
+        self.turn = 0
 
     def contenders(self) -> list[Contender]:
         details = {"union": self.selections.union}
-        bulk = Contender(self.transport, self.exchange, self.poison, self.error, 0.0, details)
-        if self.selections.shape.layers == 1:
-            return [bulk]
-        name = f"{self.transport}-per-layer"
-        return [bulk, Contender(name, self.exchange_singly, self.poison, self.error, 0.0, details)]
+        made = [Contender(self.transport, self.exchange, self.poison, self.error, 0.0, details)]
+        if self.selections.shape.layers > 1:
+            name = f"{self.transport}-per-layer"
+            made.append(Contender(name, self.exchange_singly, self.poison, self.error, 0.0, details))
+        if self.transport == "direct":
+            given = (self.exchange_placed, self.poison_sets, self.error_of_set, 0.0, details)
+            made.append(Contender(f"{self.transport}-placed", *given))
+        return made
 
     def exchange(self, index_set: int) -> None:
         self.start(index_set)
@@ -76,6 +82,14 @@ class Exchanger:
         for layer in range(self.selections.shape.layers):
             self.start(index_set, slice(layer, layer + 1))
             self.wait(index_set, slice(layer, layer + 1))
+
+    def exchange_placed(self, index_set: int) -> None:
+        """Into the channels' own workspaces, a set after another, which peers write."""
+        self.turn = (self.turn + 1) % REUSE_DISTANCE
+        for half in (ce_exchange_start, ce_exchange_wait):
+            for rank, channel in self.channels.items():
+                plan, workspaces = self.plans[rank][index_set], channel.workspaces[self.turn]
+                half(self.caches[rank], plan, workspaces, channel.state, channel)
 
     def start(self, index_set: int, layers: slice = slice(None)) -> None:
         self._each(ce_exchange_start, index_set, layers)
@@ -93,11 +107,26 @@ class Exchanger:
             for workspace in workspaces:
                 poison(workspace)
 
+    def poison_sets(self) -> None:
+        """Nobody goes on, and writes a peer's, before all have poisoned theirs."""
+        for channel in self.channels.values():
+            for workspaces in channel.workspaces:
+                for workspace in workspaces:
+                    poison(workspace)
+        torch.cuda.synchronize(self.ranks.device)
+        self.ranks.agree(None)
+
     def error(self) -> float:
         """1 if any byte of any own workspace is wrong, for the last index set."""
+        return self._wrong(self.workspaces)
+
+    def error_of_set(self) -> float:
+        return self._wrong({rank: channel.workspaces[self.turn] for rank, channel in self.channels.items()})
+
+    def _wrong(self, own: dict[int, list[torch.Tensor]]) -> float:
         wrong = 0
         for places, records in self.selections.arrivals:
-            for workspaces in self.workspaces.values():
+            for workspaces in own.values():
                 for workspace, expected in zip(workspaces, records, strict=True):
                     wrong += int((workspace[places] != expected).sum())
         for channel in self.channels.values():

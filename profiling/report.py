@@ -259,7 +259,8 @@ def _exchange_tables(document: dict) -> list[str]:
             cells = [_cell(cases, [impl], "µs") for impl in impls]
             lines.append([str(world), str(width), str(rows), str(layers), f"{union:,.0f}", *cells])
         header = ["ranks", "record bytes", "rows", "layers", "records in the unions", *map(_label, impls)]
-        parts += ["Exchanges, µs; `per-layer` moves the layers singly.", _table(header, lines)]
+        placed = "; `placed` into workspaces that peers write" if any(i.endswith("-placed") for i in impls) else ""
+        parts += [f"Exchanges, µs; `per-layer` moves the layers singly{placed}.", _table(header, lines)]
     if besides:
         parts += _beside_table(besides)
     if packs:

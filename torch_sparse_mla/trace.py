@@ -30,6 +30,7 @@ KERNEL_PHASES = {
     r"_first_entries_kernel|_first_entries_blocks_kernel": "plan_selection/first_entries",
     r"_union_kernel|_union_blocks_kernel": "plan_selection/union",
     r"_selected_slots_kernel": "selected_slots/look_up",
+    r"_current_token_slots_kernel": "current_token_slots/look_up",
     r"_push_kernel|_pack_kernel": "ce_exchange/pack",
     r"_wait_kernel|_unpack_kernel": "ce_exchange/arrival",
     r"_release_kernel": "ce_exchange/release",

@@ -32,6 +32,7 @@ def test_the_model_by_hand():
         slots_us=4,
         union_growth=0.5,
         attend_peers_us=12,
+        patch_us=6,
     )
     moved = 2048 * 2.5 * 656 * 3 / 4
     merged, read = 3 * 64 * (1152 + 1028), 4 * 2048 * 656 * 3 / 4
@@ -40,10 +41,20 @@ def test_the_model_by_hand():
     assert [row.hops_per_layer for row in rows.values()] == [2, 1, 0.5, 1]
     assert rows["owner_merge"].us_per_layer == pytest.approx(8 + merged * 1e-3 + 11 + 1)
     assert rows["exchange"].us_per_layer == pytest.approx(4 + moved * 1e-3 + 10 + 2)
-    assert rows["exchange_bulk"].us_per_layer == pytest.approx((2 * 4 + 4 * moved * 1e-3) / 4 + 10 + 2)
+    assert rows["exchange_bulk"].us_per_layer == pytest.approx((2 * 4 + 4 * moved * 1e-3 + 6) / 4 + 10 + 2)
     assert rows["peer_read"].us_per_layer == pytest.approx(4 + 12 + 1)
     covered = dataclasses.replace(costs, cover_us=1e9)
-    assert us(covered)["exchange_bulk"] == pytest.approx((4 + moved * 1e-3) / 4 + 10 + 2)
+    assert us(covered)["exchange_bulk"] == pytest.approx((4 + moved * 1e-3 + 6) / 4 + 10 + 2)
+    alone = us(costs, dataclasses.replace(SIZES, shared_layers=0))
+    assert alone["exchange_bulk"] == alone["exchange"]
+
+
+def test_owner_merge_takes_the_cheaper_way_to_move():
+    costs = LinkCosts(hop_us=4, us_per_byte=1e-3, attend_local_us=10, attend_owner_us=11, slots_us=4)
+    for measured, expected in (({"moves_us": 9}, [9]), ({"moves_us": 9, "moves_nccl_us": 7}, [9, 7])):
+        rows = [row for row in predict(SIZES, dataclasses.replace(costs, **measured)) if row.strategy == "owner_merge"]
+        assert [row.us_per_layer for row in rows] == [us + 11 + 1 for us in expected]
+        assert [row.over for row in rows] == ["channel", "nccl"][: len(rows)]
 
 
 def test_one_rank_moves_nothing():
@@ -97,7 +108,7 @@ def test_warmup_measures_what_is_not_given():
     ranks = make_ranks(Shape(world=2), "auto", costs=None)
     figures = dataclasses.asdict(ranks[0].costs)
     assert ranks[0].costs == ranks[1].costs and ranks[0].chosen == ranks[1].chosen
-    for name in ("hop_us", "attend_local_us", "attend_owner_us", "attend_peers_us", "plan_us", "slots_us"):
+    for name in ("hop_us", "attend_local_us", "attend_owner_us", "attend_peers_us", "plan_us", "slots_us", "patch_us"):
         assert figures[name] > 0
     assert math.isfinite(figures["cover_us"]) and figures["union_growth"] == ASSUMED_UNION_GROWTH
     # A second warm-up does nothing.

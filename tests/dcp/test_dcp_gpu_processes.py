@@ -1,5 +1,6 @@
 """Ranks that are processes on GPUs: sharing one, through peer memory; and the moves over NCCL."""
 
+import dataclasses
 import datetime
 from pathlib import Path
 
@@ -189,10 +190,24 @@ def test_moves_over_nccl(ranks):
 
 
 @pytest.mark.multigpu
-@pytest.mark.parametrize("transport", ["auto", "collective"])
-def test_owner_merge_on_two_gpus(transport, ranks):
-    options = {"device": "cuda", "transport": transport}
-    ranks(2, eager_then_captured, Shape(world=2), "owner_merge", options, backend="nccl")
+@pytest.mark.parametrize(
+    ("transport", "costs"),
+    [
+        ("auto", COSTS),
+        ("auto", None),
+        ("auto", dataclasses.replace(COSTS, moves_us=2.0, moves_nccl_us=1.0)),
+        ("collective", COSTS),
+    ],
+    ids=["auto", "auto-measured", "auto-nccl", "collective"],
+)
+def test_owner_merge_on_two_gpus(transport, costs, ranks):
+    options = {"device": "cuda", "transport": transport, "costs": costs}
+    results = ranks(2, eager_then_captured, Shape(world=2), "owner_merge", options, backend="nccl")
+    for _, explained in results:
+        ways = [row["over"] for row in explained["table"] if row["strategy"] == "owner_merge"]
+        two = transport == "auto" and (costs is None or costs.moves_nccl_us is not None)
+        assert ways == (["channel", "nccl"] if two else ["channel"])
+        assert explained["over"] == results[0][1]["over"]
 
 
 @pytest.mark.multigpu

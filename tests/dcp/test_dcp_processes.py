@@ -1,5 +1,6 @@
 """Ranks that are processes of a gloo group."""
 
+import dataclasses
 import os
 
 import pytest
@@ -7,6 +8,7 @@ import torch
 import torch.distributed as dist
 
 from torch_sparse_mla import ExchangeError
+from torch_sparse_mla.dcp import decode
 from torch_sparse_mla.dcp.steps import finish
 
 from ..exchange.processes import die, run_ranks
@@ -81,3 +83,31 @@ def refused(rank, shape):
 def test_refusals_are_those_of_every_rank(tmp_path):
     for explained in run_ranks(2, refused, tmp_path, Shape(world=2)):
         assert explained == {"peer_read": "a gloo group of 2 on the CPU: a process maps no memory of another"}
+
+
+def messages_of_the_group(rank, shape, costs):
+    """As NCCL groups have them: here gloo carries the group's own collectives."""
+    decode._can_send_messages = lambda *arguments: True
+    model = Model(shape, torch.Generator().manual_seed(3))
+    fill_context(model)
+    step = make_rank(shape, "owner_merge", dist.group.WORLD, "dcp", costs)
+    step.warmup()
+    own = slice(rank * shape.heads, (rank + 1) * shape.heads)
+    for (out, _), (want, _) in run_step(model, 0, lambda layer, *rest: finish(rank_steps(model, step, layer, *rest))):
+        torch.testing.assert_close(out, want[:, own], rtol=1e-4, atol=1e-5)
+    explained = step.explain()
+    step.close()
+    return explained
+
+
+@pytest.mark.parametrize("costs", [None, (9.0, 7.0)], ids=["measured", "nccl"])
+def test_owner_merge_moves_by_what_costs_less(costs, tmp_path):
+    given = costs and dataclasses.replace(COSTS, moves_us=costs[0], moves_nccl_us=costs[1])
+    first, second = run_ranks(2, messages_of_the_group, tmp_path, Shape(world=2), given)
+    ways = {row["over"]: row["us_per_layer"] for row in first["table"] if row["strategy"] == "owner_merge"}
+    assert set(ways) == {"channel", "nccl"} and first["over"] == second["over"] == min(ways, key=ways.get)
+    assert len(first["channels"]) == (0 if first["over"] == "nccl" else 2)
+    if costs:
+        assert first["over"] == "nccl"
+    else:
+        assert first["costs"]["moves_us"] == second["costs"]["moves_us"] > 0

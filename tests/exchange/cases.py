@@ -197,4 +197,5 @@ def set_counters(world: World, counter: int) -> None:
     for channel in world.channels:
         channel.state[:2] = counter
         if hasattr(channel.transport, "flags"):
-            channel.transport.flags.fill_(counter)
+            # The end of an epoch that is neither of the next two; see the kernels.
+            channel.transport.flags.fill_((counter & 0xFFFF) << 16)

@@ -47,6 +47,8 @@ class CopyCall(Call):
 class CopyRank:
     def __init__(self, world: int, counter: int) -> None:
         self.started = self.waited = self.host_epoch = counter
+        # No sets of workspaces here: nobody writes a peer's.
+        self.host_used: list[int] = []
         self.pack_blocks = self.unpack_blocks = 0
         self.message = {HEADER: counter}
         self.inbox = [{HEADER: counter} for _ in range(world)]
@@ -110,10 +112,10 @@ class CopyMachine(Machine):
     def stream(self, rank: int, program: tuple[Segment, ...]) -> Generator[list[Steps], None, None]:
         number = 0
         for segment in program:
-            frozen = [self.issue(rank) for _ in segment.calls] if rank in segment.captured else None
+            frozen = [self.issue(rank, call) for call in segment.calls] if rank in segment.captured else None
             for _ in range(segment.repeats):
                 for position, call in enumerate(segment.calls):
-                    host = frozen[position] if frozen else self.issue(rank)
+                    host = frozen[position] if frozen else self.issue(rank, call)
                     number += 1
                     if self.rules.wait_for_leave:
                         yield [self.await_flags(rank, self.ranks[rank].leave)]

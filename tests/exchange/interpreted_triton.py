@@ -3,6 +3,7 @@
 What the interpreter cannot show: fences, races, and waiting (programs run one after another; nothing is stored late).
 """
 
+import itertools
 import os
 
 import pytest
@@ -33,8 +34,52 @@ SHAPES = [
 def interpreted_world(shape):
     world = make_world(shape)
     for channel in world.channels:
-        channel.transport = DirectTransport(channel, loopback_memory(channel, memory_bytes(channel)))
+        channel.transport = interpreted_transport(channel)
     return world
+
+
+class WorldWithSets:
+    """Ranks whose workspaces are the channel's. A set is poisoned as soon as it is read: later it is the channel's."""
+
+    def __init__(self, generator, counter=0, **sizes):
+        shape = Shape(**{"world": 2, "requests": 1, "layers": 1, "record_bytes": 16, **sizes})
+        self.world, self.generator = make_world(shape, workspace_sets=3), generator
+        self.ranks, self.channels = self.world.ranks, self.world.channels
+        for channel in self.channels:
+            channel.transport = interpreted_transport(channel)
+            for workspace in itertools.chain(*channel.transport.workspaces):
+                workspace.fill_(POISON)
+        set_counters(self.world, counter)
+
+    def load(self, number):
+        """A new step, to go into a set. Returns: what must be in it, by rank."""
+        step = make_step(self.world.shape, self.generator)
+        for rank, channel in self.world.both():
+            rank.workspaces = []
+            rank.load(step)
+            rank.workspaces = channel.transport.workspaces[number]
+        return [rank.expected(step) for rank in self.ranks]
+
+    def exchange(self, number):
+        """Returns: whether peers wrote the set."""
+        expected = self.load(number)
+        start_all(self.world)
+        wait_all(self.world)
+        for rank, channel in self.world.both():
+            channel.check()
+            self.check(rank.workspaces, expected[rank.rank])
+            rank.poison()
+        placed = {int(channel.transport.own_words[0]) == int(channel.state[1]) for channel in self.channels}
+        assert len(placed) == 1
+        return placed.pop()
+
+    @staticmethod
+    def check(workspaces, expected):
+        assert all(torch.equal(workspace, values) for workspace, values in zip(workspaces, expected, strict=True))
+
+
+def interpreted_transport(channel):
+    return DirectTransport(channel, loopback_memory(channel, memory_bytes(channel)))
 
 
 def start_all(world, layers=None):
@@ -136,7 +181,7 @@ class GuardedWorkspaces:
             assert (storage[: self.size] == POISON).all() and (storage[2 * self.size :] == POISON).all()
 
 
-@pytest.mark.parametrize("counter", [2**31 - 2, -2, -1])
+@pytest.mark.parametrize("counter", [2**16 - 2, 2**31 - 2, -2, -1])
 def test_counters_wrap(counter, generator):
     world = interpreted_world(Shape(world=2, layers=1))
     set_counters(world, counter)
@@ -208,12 +253,12 @@ def test_a_replay_after_close_moves_nothing_and_check_says_so(generator, monkeyp
     world.load(make_step(world.shape, generator))
     rank, channel = world.ranks[0], world.channels[0]
     call = contract.check_ce_exchange_start(*rank.arguments(channel))
-    peers = channel.transport.peers
+    transport = channel.transport
     channel.transport.captured = True
     channel.close()
     with pytest.raises(ExchangeError, match=r"is closed"):
         channel.check()
-    launching.push(call, peers)
+    transport._send(call)
     assert all((workspace == POISON).all() for workspace in rank.workspaces)
     with pytest.raises(ExchangeError, match=r"a CUDA graph that captured the channel was replayed after close"):
         channel.check()
@@ -225,8 +270,7 @@ def test_captured_starts_are_not_counted_and_end_the_guess_about_threads(generat
     exchange(world, make_step(world.shape, generator))
     with monkeypatch.context() as patch:
         patch.setattr(launching, "is_capturing", lambda tensor: True)
-        patch.setattr(launching, "push", lambda *arguments: None)
-        patch.setattr(launching, "wait", lambda *arguments: None)
+        patch.setattr(launching, "run", lambda *arguments: None)
         ce_exchange_layers(*world.ranks[0].arguments(world.channels[0]))
     assert world.channels[0].transport.board.shared["issued"] == [1, 1]
     exchange(world, make_step(world.shape, generator))
@@ -239,7 +283,7 @@ def test_a_launch_that_fails_is_not_counted(generator, monkeypatch):
     world = interpreted_world(Shape(world=2))
     world.load(make_step(world.shape, generator))
     with monkeypatch.context() as patch:
-        patch.setattr(launching, "push", lambda *arguments: 1 / 0)
+        patch.setattr(launching, "run", lambda *arguments: 1 / 0)
         with pytest.raises(ZeroDivisionError):
             start_all(world)
     assert world.channels[0].transport.board.shared["issued"] == [0, 0]
@@ -285,4 +329,80 @@ def test_scatter_with_bad_owner_offsets_gives_what_the_cpu_gives(world, monkeypa
 
 
 def interpreted(channel):
-    channel.transport = DirectTransport(channel, loopback_memory(channel, memory_bytes(channel)))
+    channel.transport = interpreted_transport(channel)
+
+
+@pytest.mark.parametrize(
+    "shape", [{"world": 3, "record_bytes": 37}, {"record_bytes": 656, "layers": 5, "rows_per_request": 1}]
+)
+def test_sets_in_turn_are_written_by_peers(shape, generator):
+    """But for the first two exchanges. Nothing goes by a slab then."""
+    world = WorldWithSets(generator, **shape)
+    assert [world.exchange(number) for number in (0, 1)] == [False, False]
+    slabs = [channel.transport.memory.own[: 2 * launching.slab_bytes(channel)] for channel in world.channels]
+    for slab in slabs:
+        slab.fill_(POISON)
+    assert [world.exchange(number) for number in (2, 0)] == [True, True]
+    assert all((slab == POISON).all() for slab in slabs)
+
+
+@pytest.mark.parametrize("counter", [2**31 - 3, -4])
+def test_a_set_that_was_used_of_late_goes_by_a_slab(counter, generator):
+    world = WorldWithSets(generator, counter)
+    for number in (0, 1, 2):
+        world.exchange(number)
+    expected = [(0, True), (0, False), (1, True), (0, False), (2, True), (1, True), (0, True)]
+    assert [(number, world.exchange(number)) for number, _ in expected] == expected
+
+
+def test_exchanges_of_other_workspaces_count(generator):
+    world = WorldWithSets(generator)
+    for number in (0, 1, 2, 0):
+        world.exchange(number)
+    for rank in world.ranks:
+        rank.workspaces = [workspace.clone() for workspace in rank.workspaces]
+    for _ in range(2):
+        exchange(world.world, make_step(world.world.shape, generator))
+    assert world.exchange(0) is True
+
+
+def test_a_set_is_left_alone_until_the_second_start_after_its_own(generator):
+    """Rank 1 reads what exchange 4 brought as late as it may; rank 0 has sent exchange 6."""
+    world = WorldWithSets(generator)
+    for number in (0, 1, 2):
+        world.exchange(number)
+    expected = world.load(0)
+    start_all(world.world)
+    wait_all(world.world)
+    unread = world.ranks[1].workspaces
+    world.load(1)
+    start_all(world.world)
+    wait_all(world.world)
+    world.load(2)
+    ce_exchange_start(*world.ranks[0].arguments(world.channels[0]))
+    world.check(unread, expected[1])
+
+
+def test_a_set_is_used_as_one(generator):
+    world = WorldWithSets(generator, layers=2)
+    world.load(0)
+    (rank, channel), *_ = world.world.both()
+    (first, second), (_, other), _ = channel.transport.workspaces
+    before = channel.state.clone()
+    for wrong in ([second], [first, other], [second, first], [first.clone(), second]):
+        rank.workspaces = wrong
+        with pytest.raises(ValueError, match=r"'workspaces': got .* allowed: the first layers of one set in order"):
+            ce_exchange_start(*rank.arguments(channel, len(wrong)))
+    assert torch.equal(before, channel.state)
+
+
+def test_another_set_on_one_rank_is_named(generator):
+    world = WorldWithSets(generator)
+    for number in (0, 1, 2):
+        world.exchange(number)
+    world.load(0)
+    world.ranks[1].workspaces = [torch.full_like(workspace, POISON) for workspace in world.ranks[1].workspaces]
+    start_all(world.world)
+    wait_all(world.world)
+    named = "rank 1 moves another number of layers, or into another set of workspaces"
+    expect_error(world.world, f"rank 0, epoch 4: {named}")

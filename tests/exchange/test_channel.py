@@ -6,9 +6,10 @@ import pytest
 import torch
 
 from tests.decode.rejections import expect_rejection
-from torch_sparse_mla import Channel, ExchangeError, LoopbackGroup, ce_exchange_start
+from torch_sparse_mla import Channel, ExchangeError, LoopbackGroup, ce_exchange_start, ce_exchange_wait
+from torch_sparse_mla.exchange.transports import loopback
 
-from .cases import Shape, make_channel, make_rank, make_world
+from .cases import Shape, make_channel, make_rank, make_step, make_world
 
 SIZES = {"name": "sizes", "capacity_records": 8, "record_bytes": 16, "layers": 3, "transport": "auto"}
 
@@ -26,6 +27,8 @@ SIZES = {"name": "sizes", "capacity_records": 8, "record_bytes": 16, "layers": 3
         ("requests", 9, "an integer from 1 to 8"),
         ("expected_records", 0, "an integer from 1 to 8"),
         ("expected_records", 9, "an integer from 1 to 8"),
+        ("workspace_sets", -1, "an integer from 0 to 30"),
+        ("workspace_sets", 2.0, "an integer from 0 to 30"),
         ("timeout_s", 0, "above 0"),
         ("timeout_s", "1", "above 0"),
         ("name", 7, "a string that is not empty"),
@@ -190,3 +193,35 @@ def test_state_is_the_channels_counters():
     channel = Channel.create(group=LoopbackGroup(1).rank(0), **SIZES)
     assert channel.state.dtype == torch.int32 and channel.state[:7].tolist() == [0] * 7
     channel.close()
+
+
+def test_a_channel_hands_out_sets_of_workspaces(generator):
+    world = make_world(Shape(world=2), workspace_sets=2)
+    for channel in world.channels:
+        workspaces = [workspace for layers in channel.workspaces for workspace in layers]
+        assert [len(layers) for layers in channel.workspaces] == [3, 3]
+        assert all(workspace.shape == world.ranks[0].workspaces[0].shape for workspace in workspaces)
+        assert len({workspace.data_ptr() for workspace in workspaces}) == 6
+        assert channel.explain()["workspaces"] == "2 sets as large as the slab"
+    for number in (0, 1, 0):
+        step = make_step(world.shape, generator)
+        for rank, channel in world.both():
+            rank.workspaces = channel.workspaces[number]
+        world.load(step)
+        for half in (ce_exchange_start, ce_exchange_wait):
+            for rank, channel in world.both():
+                half(*rank.arguments(channel))
+        world.assert_arrived(step)
+    world.close()
+    assert all(channel.workspaces == [] for channel in world.channels)
+
+
+def test_workspaces_that_cannot_be_made_close_the_transport(monkeypatch):
+    closed = []
+    monkeypatch.setattr(loopback.LoopbackTransport, "close", lambda transport: closed.append(transport))
+    monkeypatch.setattr(Channel, "new_workspaces", lambda channel: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        Channel.create(group=LoopbackGroup(1).rank(0), workspace_sets=1, **SIZES)
+    assert len(closed) == 1
+    monkeypatch.undo()
+    Channel.create(group=LoopbackGroup(1).rank(0), workspace_sets=1, **SIZES).close()

@@ -271,6 +271,7 @@ def other_call(rank, shape):
 
 def test_another_number_of_layers_raises_on_every_rank(tmp_path):
     errors = run_ranks(3, other_call, tmp_path, Shape())
-    assert "rank 0, epoch 1: rank 1 moves another number of layers; make the same calls on every rank" in errors[0]
+    remedy = "or into another set of workspaces; make the same calls on every rank"
+    assert f"rank 0, epoch 1: rank 1 moves another number of layers, {remedy}" in errors[0]
     assert "rank 2, epoch 1: rank 1 moves another number of layers" in errors[2]
     assert "rank 1, epoch 1: rank 2 moves another number of layers" in errors[1]

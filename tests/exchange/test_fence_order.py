@@ -51,12 +51,12 @@ def test_push_fences_for_the_system_between_payload_and_flags(form):
     payload = positions(lines, r"st\.global\.(v4\.b32|b8)")
     (fence,) = positions(lines, r"fence\.acq_rel\.sys")
     assert payload and max(payload) < fence
-    counted = positions(lines, r"atom\.(global\.)?(sys\.acq_rel|acq_rel\.sys).*add")
+    counted = positions(lines, COUNTED)
     if form.endswith("more-layers-follow"):
         assert not counted
         return
     (counted,) = counted
-    flag = positions(lines, r"st\.release\.sys\.global")[-1]
+    flag = positions(lines, r"st\.release\.sys\.global\.b64")[-1]
     assert [number for number in positions(lines, r"bar\.sync") if fence < number < counted]
     assert fence < counted < flag
 
@@ -71,7 +71,7 @@ def test_every_record_moves_in_vectors_of_16_bytes():
 @pytest.mark.parametrize("form", WAIT_FORMS)
 def test_wait_polls_with_acquire_before_it_reads_and_leaves_the_loop_in_time(form):
     lines = ptx_lines(form)
-    polls = positions(lines, r"(acquire\.sys|sys\.acquire)\.b32")
+    polls = positions(lines, r"(acquire\.sys|sys\.acquire)\.b64")
     payload = positions(lines, r"ld\.global\.(v4\.b32|b8)")
     clocks = positions(lines, r"%globaltimer")
     assert len(polls) == 2 and len(clocks) == 2 and payload
@@ -96,7 +96,7 @@ def timeout_parameter(form: str) -> str:
     return rf"ld\.param\.b64.*_param_{parameters.index('timeout_ns')}\]"
 
 
-COUNTED = r"atom\.(global\.)?(sys\.acq_rel|acq_rel\.sys).*add"
+COUNTED = r"atom\.(global\.)?(gpu\.acq_rel|acq_rel\.gpu).*add"
 
 
 @pytest.mark.parametrize("form", PACK_FORMS)

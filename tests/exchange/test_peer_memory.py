@@ -11,7 +11,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from torch_sparse_mla import ExchangeError, LoopbackGroup, ce_exchange_layers, ce_exchange_start, ce_exchange_wait
 
-from .captured import capture, put, ready, wrong_bytes
+from .captured import Reader, capture, put, ready, wrong_bytes
 from .cases import POISON, Shape, make_channel, make_step, make_world, owned_by_one, set_counters
 
 pytestmark = pytest.mark.gpu
@@ -134,6 +134,55 @@ def test_ranks_on_streams_with_one_delayed(slow, worlds, generator):
                 wrong[rank] += wrong_bytes(world.ranks[rank], step[rank], 3)
     check(world)
     assert [int(count) for count in wrong] == [0] * 4
+
+
+@pytest.mark.parametrize("slow", [0, 2])
+@pytest.mark.parametrize("transport", ["direct"], indirect=True)
+def test_sets_that_peers_write_hold_until_they_are_read(slow, worlds, generator):
+    """Each rank on a stream of its own, one late at times; graphs in any order and eager calls; counters that wrap."""
+    world = worlds(workspace_sets=3)
+    set_counters(world, -90)
+    steps = steps_for(world, generator)
+    readers = [Reader(rank, channel) for rank, channel in world.both()]
+    streams = [torch.cuda.Stream() for _ in readers]
+    kinds = len(readers[0].program())
+    graphs = []
+    torch.cuda.synchronize()
+
+    def everywhere(act):
+        for number, stream in enumerate(streams):
+            with torch.cuda.stream(stream):
+                act(number)
+
+    # Every kernel once, and all of a rank's memory, before any rank waits for one that has not begun.
+    everywhere(lambda number: readers[number].put(steps[0][number]))
+    everywhere(lambda number: [readers[number].read(each, 3) for each in range(3)])
+    torch.cuda.synchronize()
+    for reader in readers:
+        reader.wrong.zero_()
+    torch.cuda._sleep(1)
+    torch.cuda.synchronize()
+    for kind in range(kinds):
+        everywhere(lambda number, kind=kind: readers[number].program()[kind]())
+        torch.cuda.synchronize()
+    for reader in readers:
+        graphs.append([capture(act) for act in reader.program()])
+    for turn in range(90):
+        step, kind = steps[turn % len(steps)], turn * 7 // 3 % kinds
+
+        def act(number, step=step, kind=kind, turn=turn):
+            if number == slow and turn % 3 == 0:
+                torch.cuda._sleep(300_000)
+            readers[number].put(step[number])
+            if turn % 5 == 4:
+                readers[number].program()[kind]()
+            else:
+                graphs[number][kind].replay()
+
+        everywhere(act)
+    check(world)
+    assert [int(reader.wrong) for reader in readers] == [0] * 4
+    assert {int(channel.state[0]) for channel in world.channels} == {int(world.channels[0].state[1])}
 
 
 def test_overlapping_work_does_not_disturb(worlds, generator):

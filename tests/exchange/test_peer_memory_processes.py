@@ -9,7 +9,7 @@ import torch.distributed as dist
 
 from torch_sparse_mla import ExchangeError, ce_exchange_layers, ce_exchange_start, ce_exchange_wait
 
-from .captured import capture, put, ready, warm_up, wrong_bytes
+from .captured import Reader, capture, put, ready, warm_up, wrong_bytes
 from .cases import Shape, make_channel, make_rank, make_step
 from .processes import die, run_ranks
 
@@ -84,6 +84,40 @@ def test_processes_match_the_selection(world, transport, ranks):
     results = ranks(world, eager_and_captured, Shape(world=world, **SHAPE), transport)
     assert [wrong for wrong, _ in results] == [0] * world
     assert {explained["transport"] for _, explained in results} == {transport}
+
+
+def sets_that_peers_write(rank, shape):
+    """Returns wrong bytes, and whether the last exchange went straight into a set."""
+    use_gpu(rank)
+    sizes = {"device": "cuda", "timeout_s": TIMEOUT_S, "transport": "direct", "workspace_sets": 3}
+    channel = make_channel(shape, dist.group.WORLD, "c", **sizes)
+    case = make_rank(shape, rank, "cuda")
+    generator = torch.Generator().manual_seed(9)
+    steps = [ready(case, make_step(shape, generator, share)) for share in (1.0, 0.5, 0.2)]
+    reader = Reader(case, channel)
+    reader.put(steps[0])
+    warm_up(case, channel, [lambda *_, act=act: act() for act in reader.program()])
+    graphs = [capture(act) for act in reader.program()]
+    for number in range(40):
+        kind = number * 7 // 3 % len(graphs)
+        reader.put(steps[number % 3])
+        if rank == number % shape.world and number % 5 == 0:
+            time.sleep(0.01)
+        reader.program()[kind]() if number % 4 == 3 else graphs[kind].replay()
+    for number in (0, 1, 2):
+        reader.exchange(number, 1)
+    channel.check()
+    words = channel.transport.own_words.tolist()
+    result = int(reader.wrong), words[0] == int(channel.state[1])
+    dist.barrier()
+    channel.close()
+    return result
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("world", [2, 4])
+def test_sets_that_peers_write_hold_until_they_are_read(world, ranks):
+    assert ranks(world, sets_that_peers_write, Shape(world=world, **SHAPE)) == [(0, True)] * world
 
 
 @pytest.mark.multigpu

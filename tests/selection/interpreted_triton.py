@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from torch_sparse_mla import SelectionPlan
-from torch_sparse_mla.selection import contract, plan, triton_kernels, triton_kernels_slots
+from torch_sparse_mla.selection import contract, plan, reference, triton_kernels, triton_kernels_slots
 
 from .cases import POISON, PlanCase, assert_plan, cases, make_case, random_case
 from .slot_cases import check_slots, slot_cases
@@ -129,6 +129,19 @@ def test_bad_arguments_are_refused_before_the_launch():
     with pytest.raises(ValueError, match="plan_selection: argument 'rank'"):
         triton_kernels.plan_selection(case.topk, case.block_table, case.plan, 1, 4, 1, 1, 1)
     assert (case.plan == POISON).all()
+
+
+@pytest.mark.parametrize("tile", [8, 4096])
+def test_current_tokens_match_the_reference(tile, monkeypatch):
+    monkeypatch.setattr(triton_kernels_slots, "REQUEST_BLOCK", tile)
+    for seed, dtype in enumerate((torch.int32, torch.int64)):
+        case = random_case(seed, requests=3, rows_per_request=2, topk=7, world=2, context=20)
+        remap = case.selection.remap(planned(case))[: len(case.topk)]
+        lengths = torch.tensor([case.topk[1, 2] + 1, case.topk[0, 0] + 1, 21, 0, -3, case.topk[5, 6] + 1], dtype=dtype)
+        given, expected = torch.full((6,), POISON, dtype=torch.int32), torch.empty(6, dtype=torch.int32)
+        triton_kernels_slots.current_token_slots(case.topk, lengths, remap, given, 2)
+        reference.current_token_slots(case.topk, lengths, remap, expected, 2)
+        assert torch.equal(given, expected) and int((expected >= 0).sum()) > 1
 
 
 @hypothesis.given(case=slot_cases())

@@ -83,6 +83,49 @@ def test_written_there_the_token_is_what_decode_reads():
     assert not workspace[0, [record for record in range(32) if record not in slots.tolist()]].any()
 
 
+def op_arguments(case: PlanCase) -> dict[str, object]:
+    plan = call("reference", case)
+    return {
+        "topk": case.topk,
+        "lengths": torch.tensor([16, 12, 9, 16]),
+        "remap": case.selection.remap(plan)[: len(case.topk)],
+        "slots": torch.full((4,), 77, dtype=torch.int32),
+        "rows_per_request": 2,
+    }
+
+
+def test_opcheck():
+    case = random_case(1, requests=2, rows_per_request=2, topk=8, world=2, context=16)
+    arguments = tuple(op_arguments(case).values())
+    torch.library.opcheck(torch.ops.torch_sparse_mla.current_token_slots, arguments)
+
+
+@pytest.mark.parametrize(
+    "argument, wrong, allowed",
+    [
+        ("topk", lambda given: given["topk"].long(), "dtype int32"),
+        ("topk", lambda given: given["topk"].repeat(1, 2)[:, ::2], "a contiguous tensor"),
+        ("remap", lambda given: given["remap"][:, :7], r"shape \[that of 'topk'\] = \[4, 8\]"),
+        ("lengths", lambda given: given["lengths"][:3], r"shape \[rows\] = \[4\]"),
+        ("slots", lambda given: given["slots"].long(), "dtype int32"),
+        ("slots", lambda given: given["remap"].view(-1)[:4], "memory of its own"),
+        ("rows_per_request", lambda given: 3, "1 or more, of which the 4 rows are a multiple"),
+        ("rows_per_request", lambda given: 0, "1 or more"),
+    ],
+)
+def test_the_operator_rejects(argument, wrong, allowed):
+    given = op_arguments(random_case(1, requests=2, rows_per_request=2, topk=8, world=2, context=16))
+    before = given["slots"].clone()
+    with pytest.raises(ValueError, match=f"current_token_slots: argument '{argument}': got .*; allowed: .*{allowed}"):
+        torch.ops.torch_sparse_mla.current_token_slots(*(given | {argument: wrong(given)}).values())
+    assert torch.equal(given["slots"], before)
+
+
+def test_no_rows():
+    empty = torch.empty(0, 8, dtype=torch.int32)
+    torch.ops.torch_sparse_mla.current_token_slots(empty, empty[:, 0], empty, empty[:, 0].clone(), 4)
+
+
 @pytest.mark.gpu
 def test_replays_with_other_lengths_and_lists():
     case = random_case(1, requests=3, rows_per_request=4, topk=300, world=4, context=900).to("cuda")

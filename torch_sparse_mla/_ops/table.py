@@ -145,6 +145,13 @@ OPS: dict[str, Op] = {
             triton="selection.triton_kernels_slots:selected_slots",
         ),
         Op(
+            name="current_token_slots",
+            schema="(Tensor topk, Tensor lengths, Tensor remap, Tensor(a!) slots, int rows_per_request) -> ()",
+            reference=selection_reference.current_token_slots,
+            check=selection_contract.check_current_token_slots,
+            triton="selection.triton_kernels_slots:current_token_slots",
+        ),
+        Op(
             name="ce_exchange",
             schema="(Tensor cache, Tensor plan, Tensor(a!) workspace, Tensor(b!) state, str channel) -> ()",
             reference=exchange_reference.ce_exchange,

@@ -7,6 +7,8 @@ import torch
 
 # Of a request whose rows are not known: about 3,000 distinct tokens in four lists of 2,048. An assumption.
 ASSUMED_UNION_GROWTH = 0.15
+# Costs that may be None.
+OPTIONAL = ("attend_peers_us", "moves_us", "moves_nccl_us")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -14,18 +16,22 @@ class LinkCosts:
     """Figures of a link and a device, in microseconds. `warmup` measures those that are not given.
 
     Attributes:
-        hop_us: an exchange that moves next to nothing.
-        us_per_byte: a byte that a rank receives, beyond that.
+        hop_us: an exchange that moves next to nothing, where exchanges follow one another as in a graph.
+        us_per_byte: a byte that a rank receives, beyond that, in an exchange as large as a layer's.
         attend_local_us: attention of the local heads over whole top-k lists.
         attend_owner_us: attention of all heads over one rank's share of the lists, and the merge.
         attend_peers_us: attention of the local heads that reads every rank's cache itself; None: not possible.
-        plan_us: `plan_selection`.
+        plan_us: `plan_selection`, and hiding from it what lies beyond a row's length.
         slots_us: `selected_slots`.
+        patch_us: bringing this step's tokens into records that were fetched ahead, for all Shared layers of a group:
+            `current_token_slots` once, `write_ckv_records` for each.
         cover_us: how much of the travel of records that are fetched ahead is hidden by what the Full layer does
             meanwhile. Measured with its attention alone, which is all that is known here of a model: give the time of
             the whole layer where a transport works beside it. 0: none.
         union_growth: each further row of a request adds this share of a top-k list to the union. Not measured, since it
             depends on the model and its text: see `union_growth`.
+        moves_us, moves_nccl_us: what owner_merge adds to its attention by moving queries and partial results, over its
+            channels and by NCCL. Measured where there are both; None: two hops and their bytes, and not possible.
     """
 
     hop_us: float
@@ -37,11 +43,14 @@ class LinkCosts:
     cover_us: float = 0.0
     union_growth: float = ASSUMED_UNION_GROWTH
     attend_peers_us: float | None = None
+    patch_us: float = 0.0
+    moves_us: float | None = None
+    moves_nccl_us: float | None = None
 
     def __post_init__(self) -> None:
         for field in dataclasses.fields(self):
             value = getattr(self, field.name)
-            if value is None and field.name == "attend_peers_us":
+            if value is None and field.name in OPTIONAL:
                 continue
             # Written so that NaN fails.
             if not isinstance(value, int | float) or not 0 <= value < float("inf"):
@@ -70,30 +79,32 @@ class Sizes:
 
 
 class Prediction(NamedTuple):
-    """Means over a Full layer and the Shared layers that follow it; bytes are those that a rank receives."""
+    """Means over a Full layer and the Shared layers that follow it; bytes are those that a rank receives.
+
+    `over`: what moves them, "channel" or "nccl".
+    """
 
     strategy: str
     hops_per_layer: float
     bytes_per_layer: float
     us_per_layer: float
+    over: str = "channel"
 
 
 def predict(sizes: Sizes, costs: LinkCosts) -> list[Prediction]:
     """What each strategy should take, in order of preference where two take equally long."""
     peers, layers = sizes.world - 1, 1 + sizes.shared_layers
-    hop = costs.hop_us if peers else 0.0
-    merged = peers * sizes.rows * sizes.heads * (sizes.query_bytes + sizes.partial_bytes)
-    union = min(1 + costs.union_growth * (sizes.rows_per_request - 1), sizes.rows_per_request) * sizes.topk
-    moved = sizes.requests * union * sizes.record_bytes * peers / sizes.world
+    hop, hops = (costs.hop_us, 1) if peers else (0.0, 0)
+    moved = moved_bytes(sizes, costs.union_growth) * peers
     travel = hop + moved * costs.us_per_byte
     plan, slots = costs.plan_us / layers, costs.slots_us / layers
-    ahead = hop + sizes.shared_layers * moved * costs.us_per_byte if sizes.shared_layers else 0.0
-    bulk = (travel + max(ahead - costs.cover_us, 0.0)) / layers
-    hops = 1 if peers else 0
-    bulk_hops = hops * (2 if sizes.shared_layers else 1) / layers
-    owner = 2 * hop + merged * costs.us_per_byte + costs.attend_owner_us + slots
+    bulk, bulk_hops = travel, hops
+    if sizes.shared_layers:
+        ahead = hop + sizes.shared_layers * moved * costs.us_per_byte
+        bulk = (travel + max(ahead - costs.cover_us, 0.0) + costs.patch_us) / layers
+        bulk_hops = 2 * hops / layers
     table = [
-        Prediction("owner_merge", 2 * hops, merged, owner),
+        *_owner_merge(sizes, costs, hop, hops),
         Prediction("exchange", hops, moved, travel + costs.attend_local_us + plan),
         Prediction("exchange_bulk", bulk_hops, moved, bulk + costs.attend_local_us + plan),
     ]
@@ -102,6 +113,22 @@ def predict(sizes: Sizes, costs: LinkCosts) -> list[Prediction]:
         read = sizes.rows * sizes.topk * sizes.record_bytes * peers / sizes.world
         table.append(Prediction("peer_read", hops, read, hop + costs.attend_peers_us + slots))
     return table
+
+
+def moved_bytes(sizes: Sizes, growth: float) -> float:
+    """Selected records of one layer that one rank owns, which an exchange brings to each of its peers."""
+    union = min(1 + growth * (sizes.rows_per_request - 1), sizes.rows_per_request) * sizes.topk
+    return sizes.requests * union * sizes.record_bytes / sizes.world
+
+
+def _owner_merge(sizes: Sizes, costs: LinkCosts, hop: float, hops: int) -> list[Prediction]:
+    """One row for each way that there is to move queries and partial results."""
+    merged = (sizes.world - 1) * sizes.rows * sizes.heads * (sizes.query_bytes + sizes.partial_bytes)
+    moves = {"channel": 2 * hop + merged * costs.us_per_byte if costs.moves_us is None else costs.moves_us}
+    if costs.moves_nccl_us is not None:
+        moves["nccl"] = costs.moves_nccl_us
+    attend = costs.attend_owner_us + costs.slots_us / (1 + sizes.shared_layers)
+    return [Prediction("owner_merge", 2 * hops, merged, us + attend, over) for over, us in moves.items()]
 
 
 def union_growth(topk: torch.Tensor, rows_per_request: int) -> float:

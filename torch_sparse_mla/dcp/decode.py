@@ -45,6 +45,8 @@ class DcpSparseDecode:
 
     Strategies, which agree but for rounding:
         owner_merge: queries travel; each rank attends with all heads over its own records; partial results are merged.
+            With transport "auto" and a NCCL group they travel by its collectives where warm-up finds that faster: then
+            a rank that does not come is NCCL's to report.
         exchange: selected records travel, a layer at a time; each rank attends with its own heads.
         exchange_bulk: the same, with the Shared layers' records in one exchange that begins in the Full layer.
             `TORCH_SPARSE_MLA_BULK_PREFETCH=0` turns that off (1: on); what goes by itself is counted in `explain`.
@@ -175,17 +177,22 @@ class DcpSparseDecode:
         bulk_flag = ranks.agree(f"{self.name}.costs", BULK_FLAG, lambda: strict_flag(BULK_FLAG, "1"))
         peers = self._peers_to_measure(ranks)
         given = self.costs
+        messages = _can_send_messages(ranks, self.device, self.rank)
         self.costs = yield from agreed_costs(
-            self.name, self.rank, self.device, given, self.union_growth, peers, bulk_flag
+            self.name, self.rank, self.device, given, self.union_growth, peers, bulk_flag, messages
         )
+        if not messages:
+            # Costs that were given may be of another machine.
+            self.costs = dataclasses.replace(self.costs, moves_nccl_us=None)
         if not bulk_flag:
             self.not_considered["exchange_bulk"] = f"{BULK_FLAG}=0"
         if peers is not None and self.costs.attend_peers_us is None:
             self.not_considered["peer_read"] = "the costs that were given have no attend_peers_us"
         self.chosen = self._best().strategy if self.asked == "auto" else self.asked
+        static = dataclasses.replace(self.rank, sends_messages=self.rank.sends_messages or self._over() == "nccl")
         # Its buffers are written by calls in inference mode and outside.
         with torch.inference_mode(False):
-            self.strategy = open_strategy(self.chosen, self.name, self.rank, self.device, self.peers, bulk_flag)
+            self.strategy = open_strategy(self.chosen, self.name, static, self.device, self.peers, bulk_flag)
         yield
         # For peer_read between processes, memory that peers can read, kept with the other caches until `close`.
         probe = None
@@ -324,7 +331,9 @@ class DcpSparseDecode:
         why = "asked for"
         if self.asked == "auto":
             why = "the least microseconds per layer of " + ", ".join(
-                f"{row.strategy} {row.us_per_layer:.1f}" for row in table if row.strategy not in self.not_considered
+                f"{row.strategy}{' over NCCL' * (row.over == 'nccl')} {row.us_per_layer:.1f}"
+                for row in table
+                if row.strategy not in self.not_considered
             )
         elif best.strategy != self.chosen:
             why = f"asked for; auto would choose {best.strategy}"
@@ -332,6 +341,7 @@ class DcpSparseDecode:
             "strategy": self.chosen,
             "asked": self.asked,
             "why": why,
+            "over": self._over(),
             "table": [row._asdict() for row in table],
             "not_considered": dict(self.not_considered),
             "costs": dataclasses.asdict(self.costs),
@@ -406,9 +416,22 @@ class DcpSparseDecode:
     def _predictions(self) -> list[Prediction]:
         return predict(self.rank.sizes, self.costs)
 
+    def _over(self) -> str:
+        """What moves what the chosen strategy moves: "channel" or "nccl", where both can the cheaper."""
+        if self.rank.sends_messages and self.chosen == "owner_merge":
+            return "nccl"
+        ways = [row for row in self._predictions() if row.strategy == self.chosen]
+        return min(ways, key=lambda prediction: prediction.us_per_layer).over
+
     def _best(self) -> Prediction:
         considered = [row for row in self._predictions() if row.strategy not in self.not_considered]
         return min(considered, key=lambda prediction: prediction.us_per_layer)
+
+
+def _can_send_messages(ranks: object, device: torch.device, static: Rank) -> bool:
+    """Whether what owner_merge moves may go by the group's NCCL. Only where no transport was asked for."""
+    is_nccl = isinstance(ranks, ProcessRank) and device.type == "cuda" and "nccl" in ranks.backend
+    return is_nccl and not static.sends_messages and static.channel_options["transport"] == "auto"
 
 
 def _sends_messages(ranks: object, device: torch.device, transport: str) -> bool:

@@ -1,17 +1,20 @@
 """Moves of sizes that are known beforehand: every rank's rows to every rank, and to each rank its partial results.
 
 Where ranks can write one another's memory, and between processes on the CPU, a move is an exchange whose plan never
-changes. Processes on GPUs that map nothing use the collectives of their group (NCCL). Buffers are made once.
+changes, into the channel's workspaces in turn, which peers write. Processes on GPUs that map nothing use the
+collectives of their group (NCCL). Buffers are made once.
 """
 
+import itertools
 import math
+from collections.abc import Iterator
 
 import torch
 import torch.distributed as dist
 
 from ..decode.contract import compute_dtype
 from ..exchange.api import ce_exchange_start, ce_exchange_wait
-from ..exchange.channel import Channel
+from ..exchange.channel import REUSE_DISTANCE, Channel
 from ..records.layouts import LATENT_DIM
 from .rank import Rank, Result
 from .steps import Steps
@@ -24,7 +27,15 @@ def open_channel(name: str, rank: Rank, capacity_records: int, record_bytes: int
     options = dict(rank.channel_options)
     if options["transport"] == "ce":
         options["transport"] = "direct"
-    return Channel.create(name, rank.group, capacity_records, record_bytes, layers=1, scatter=scatter, **options)
+    sizes = {"layers": 1, "scatter": scatter, "workspace_sets": REUSE_DISTANCE}
+    return Channel.create(name, rank.group, capacity_records, record_bytes, **sizes, **options)
+
+
+def workspaces_in_turn(channel: Channel | None, size: tuple[int, int], device: torch.device) -> Iterator[torch.Tensor]:
+    """Where each move puts what arrives; where messages are sent, one buffer."""
+    if channel is None:
+        return itertools.repeat(torch.empty(size, dtype=torch.uint8, device=device))
+    return itertools.cycle([workspace for (workspace,) in channel.workspaces])
 
 
 def fixed_plan(channel: Channel, count: int, slots: torch.Tensor) -> torch.Tensor:
@@ -45,14 +56,14 @@ class Gather:
 
     Attributes:
         channel: the channel; None where messages are sent.
-        gathered: uint8 [world * records, record_bytes]; the last gather's rows, in order of rank.
+        gathered: uint8 [world * records, record_bytes], in turn; a gather's rows, in order of rank.
     """
 
     def __init__(self, name: str, rank: Rank, records: int, record_bytes: int, device: torch.device) -> None:
         self.rank = rank
         total = rank.world * records
         self.channel = None if rank.sends_messages else open_channel(name, rank, total, record_bytes)
-        self.gathered = torch.empty(total, record_bytes, dtype=torch.uint8, device=device)
+        self.gathered = workspaces_in_turn(self.channel, (total, record_bytes), device)
         self._plans: dict[int, torch.Tensor] = {}
 
     @property
@@ -66,12 +77,13 @@ class Gather:
         """
         count, world = len(rows), self.rank.world
         flat = rows.view(count, -1).view(torch.uint8)
-        arrived = self.gathered[: world * count]
+        gathered = next(self.gathered)
+        arrived = gathered[: world * count]
         if self.channel is None:
             dist.all_gather_into_tensor(arrived, flat, group=self.rank.group)
             yield
         else:
-            call = ([flat.unsqueeze(0)], self._plan(count), [self.gathered], self.channel.state, self.channel)
+            call = ([flat.unsqueeze(0)], self._plan(count), [gathered], self.channel.state, self.channel)
             ce_exchange_start(*call)
             yield
             ce_exchange_wait(*call)
@@ -113,7 +125,7 @@ class Partials:
             self.packed = torch.empty(capacity * self.record_bytes, dtype=torch.uint8, device=device)
         else:
             self.channel = open_channel(name, rank, capacity, self.record_bytes, scatter=True)
-        self.arrived = torch.empty(capacity, self.record_bytes, dtype=torch.uint8, device=device)
+        self.arrived = workspaces_in_turn(self.channel, (capacity, self.record_bytes), device)
         self._plans: dict[int, torch.Tensor] = {}
 
     def buffers(self, rows: int) -> Result:
@@ -125,7 +137,8 @@ class Partials:
 
     def run(self, rows: int) -> Steps[Result]:
         """Send what is in the buffers. Returns: (out [world, rows, heads, 512], lse [world, rows, heads]), arrived."""
-        used = self.arrived.view(-1)[: self.rank.world * self._records(rows) * self.record_bytes]
+        arrived = next(self.arrived)
+        used = arrived.view(-1)[: self.rank.world * self._records(rows) * self.record_bytes]
         if self.channel is None:
             packed = self.packed[: used.numel()]
             for part, values in zip(self._views(packed, rows), self.buffers(rows), strict=True):
@@ -134,7 +147,7 @@ class Partials:
             yield
         else:
             cache = self.outgoing.view(1, -1, self.record_bytes)
-            call = ([cache], self._plan(rows), [self.arrived], self.channel.state, self.channel)
+            call = ([cache], self._plan(rows), [arrived], self.channel.state, self.channel)
             ce_exchange_start(*call)
             yield
             ce_exchange_wait(*call)

@@ -1,33 +1,39 @@
 """Measures, at warm-up, the figures that the cost model needs, and lets all ranks agree on them."""
 
-import contextlib
 import dataclasses
 import math
 import statistics
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import torch
 
 from .. import sharding
 from ..decode.api import merge_partial_attention
-from ..exchange.group import as_group
+from ..exchange.group import LoopbackRank, as_group
+from ..records.api import write_ckv_records
 from ..records.layouts import LATENT_DIM
-from ..selection.api import plan_selection, selected_slots
+from ..selection.api import current_token_slots, plan_selection, selected_slots
 from ..selection.plan import SelectionPlan
-from .costs import LinkCosts
-from .gather import Gather
+from .costs import ASSUMED_UNION_GROWTH, LinkCosts, moved_bytes
+from .gather import Gather, Partials
 from .peers import PeerCaches
 from .rank import Rank
 from .steps import Steps, finish
 
-PROBE_RECORDS = 512
+# The probe is as large as what a rank sends in one exchange of a layer, within these limits: bytes that are few are
+# hidden by latencies, and memory for many is not there.
+PROBE_RECORDS = (512, 4096)
 PROBE_RECORD_BYTES = 1024
-CALLS = 5
+ROUNDS = 3
+# In a round. On a CPU no call waits for its launch.
+CALLS = {"cuda": 5, "cpu": 1}
 # A rank may still compile the kernels of an exchange while its peers wait.
 COMPILE_TIMEOUT_S = 60.0
 # 0.3 ms of a 2 GHz clock: longer than the host takes for a launch, checks included.
 HOLD_CYCLES_PER_LAUNCH = 600_000
+# The most that anything timed by itself takes.
+LAUNCHES = 10
 
 
 @dataclasses.dataclass(frozen=True)
@@ -67,39 +73,35 @@ class Inputs:
 
 
 class Stopwatch:
-    """The median time that a piece of work takes on this rank, in parts, over several rounds.
+    """Time of a call among calls that follow one another without a pause, as in a graph: the median of several rounds.
 
-    On a GPU it is device time, as in a graph: the device is held back first, so that launches are ahead of it.
+    On a GPU it is device time: the device is held back first, so that launches are ahead of it. A mark between two
+    calls would cost as much as a small kernel, so there are marks around the calls of a round only.
     """
 
-    def __init__(self, device: torch.device, launches: int) -> None:
-        """Args: launches: how many, of all ranks of this thread, come behind."""
-        self.device = device
-        self.rounds: list[list[tuple]] = []
+    def __init__(self, device: torch.device, launches: int, sharing: int = 1) -> None:
+        """Args: launches: of one call. sharing: ranks that take turns on this thread, each with a call."""
+        self.device, self.sharing, self.calls = device, sharing, CALLS[device.type]
+        self.marks: list[float | torch.cuda.Event] = []
         if device.type == "cuda":
             torch.cuda.synchronize(device)
             with torch.cuda.device(device):
-                torch.cuda._sleep(launches * HOLD_CYCLES_PER_LAUNCH)
+                torch.cuda._sleep(ROUNDS * (1 + self.calls) * launches * sharing * HOLD_CYCLES_PER_LAUNCH)
 
-    @contextlib.contextmanager
-    def running(self) -> Iterator[None]:
-        """A part of the last round."""
-        began = self._mark()
-        yield
-        self.rounds[-1].append((began, self._mark()))
-
-    def median_us(self) -> float:
-        if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
-        # The first round pays for ranks that begin at different times.
-        return statistics.median(sum(self._us(*part) for part in parts) for parts in self.rounds[1:])
-
-    def _mark(self) -> "float | torch.cuda.Event":
+    def mark(self) -> None:
+        """Before and after the calls of each round."""
         if self.device.type != "cuda":
-            return time.perf_counter()
+            self.marks.append(time.perf_counter())
+            return
         event = torch.cuda.Event(enable_timing=True)
         event.record(torch.cuda.current_stream(self.device))
-        return event
+        self.marks.append(event)
+
+    def us(self) -> float:
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+        rounds = zip(self.marks[::2], self.marks[1::2], strict=True)
+        return statistics.median(self._us(*marks) for marks in rounds) / (self.calls * self.sharing)
 
     def _us(self, began, ended) -> float:
         return 1e6 * (ended - began) if isinstance(began, float) else 1e3 * began.elapsed_time(ended)
@@ -113,6 +115,7 @@ def agreed_costs(
     union_growth: float | None,
     peers: PeerCaches | None,
     bulk_flag: bool,
+    messages: bool = False,
 ) -> Steps[LinkCosts]:
     """Given or measured costs, each figure the highest of all ranks. Collective.
 
@@ -120,6 +123,7 @@ def agreed_costs(
         union_growth: instead of the one in the costs.
         peers: where caches of all ranks can be read; None: nowhere.
         bulk_flag: what this rank's environment says, which must be what every rank's says.
+        messages: whether the group's own collectives are another way to move what owner_merge moves.
     """
     # Also where costs are given: kernels that one rank compiles later than another would run into timeouts.
     figures = as_group(rank.group).agree(f"{name}.costs", "measure", lambda: _measure_device(rank, device))
@@ -133,12 +137,15 @@ def agreed_costs(
         del allocation
     patient = rank.channel_options | {"timeout_s": max(rank.channel_options["timeout_s"], COMPILE_TIMEOUT_S)}
     probing = dataclasses.replace(rank, channel_options=patient)
-    probe = Gather(f"{name}.probe", probing, PROBE_RECORDS, PROBE_RECORD_BYTES, device)
+    moves = [None, None]
+    if messages and given is None and rank.world > 1:
+        for place, sends in enumerate((False, True)):
+            way = dataclasses.replace(probing, sends_messages=sends)
+            moves[place] = yield from _measure_moves(f"{name}.moves{place}", way, device, figures["attend_owner_us"])
+    probe = Gather(f"{name}.probe", probing, probe_records(rank), PROBE_RECORD_BYTES, device)
     try:
         link = yield from _measure_link(probe, rank, device)
-        measured = LinkCosts(
-            *link[:2], *figures[:2], plan_us=figures[2], slots_us=figures[3], cover_us=link[2], attend_peers_us=peer_us
-        )
+        measured = LinkCosts(**link, **figures, attend_peers_us=peer_us, moves_us=moves[0], moves_nccl_us=moves[1])
         costs = measured if given is None else given
         if union_growth is not None:
             costs = dataclasses.replace(costs, union_growth=union_growth)
@@ -162,12 +169,18 @@ def agreed_costs(
     return LinkCosts(*(None if math.isnan(figure) else figure for figure in highest))
 
 
-def _measure_link(probe: Gather, rank: Rank, device: torch.device) -> Steps[tuple[float, float, float]]:
+def probe_records(rank: Rank) -> int:
+    least, most = PROBE_RECORDS
+    # The union of costs that are not known yet; of the size, only the order matters.
+    return min(max(math.ceil(moved_bytes(rank.sizes, ASSUMED_UNION_GROWTH) / PROBE_RECORD_BYTES), least), most)
+
+
+def _measure_link(probe: Gather, rank: Rank, device: torch.device) -> Steps[dict[str, float]]:
     """Time of an exchange of next to nothing, of each further byte, and how much of it attention hides."""
     inputs = Inputs.make(rank, device)
     records, workspace = _records(rank, device), rank.workspace(rank.sizes.rows, rank.sizes.heads, device)
     few = torch.zeros(1, PROBE_RECORD_BYTES, dtype=torch.uint8, device=device)
-    many = few.repeat(PROBE_RECORDS, 1)
+    many = few.repeat(probe_records(rank), 1)
 
     def attend() -> None:
         rank.attend(inputs.q, records, inputs.topk, workspace=workspace)
@@ -177,26 +190,70 @@ def _measure_link(probe: Gather, rank: Rank, device: torch.device) -> Steps[tupl
     beside = yield from _time_gather(probe, many, attend)
     hidden = full + _time(attend, device) - beside
     received = (rank.world - 1) * many.numel()
-    return hop, max(full - hop, 0.0) / max(received, 1), max(hidden, 0.0)
+    return {
+        "hop_us": hop,
+        "us_per_byte": max(full - hop, 0.0) / max(received, 1),
+        "cover_us": max(hidden, 0.0),
+    }
+
+
+def _measure_moves(name: str, rank: Rank, device: torch.device, attend_owner_us: float) -> Steps[float]:
+    """What an owner_merge layer takes beyond its attention and merge: kernels of moves meet those of attention here as
+    they do in a step, where NCCL's are not as long as one after another."""
+    inputs, sizes = Inputs.make(rank, device), rank.sizes
+    records, (own, shares) = _records(rank, device), _owner_lists(inputs, rank)
+    q = inputs.q.view(sizes.rows * sizes.heads, -1)
+    workspace = rank.workspace(rank.world * sizes.rows, sizes.heads, device)
+    queries = Gather(f"{name}.queries", rank, len(q), sizes.query_bytes, device)
+    partials = None
+
+    def layer() -> Steps[None]:
+        all_q = yield from queries.run(q)
+        into = partials.buffers(sizes.rows)
+        rank.attend(all_q.view(-1, *inputs.q.shape[1:]), records, own, None, into, workspace, shares)
+        merge_partial_attention(*(yield from partials.run(sizes.rows)))
+
+    try:
+        partials = Partials(f"{name}.partials", rank, device)
+        # Launches: push and wait twice, or NCCL's and its copies; attention and merge.
+        total = yield from _time_steps(layer, rank, device, 12)
+        yield
+    finally:
+        for move in (queries, partials):
+            if move is not None:
+                move.close()
+    return max(total - attend_owner_us, 0.0)
 
 
 def _time_gather(probe: Gather, rows: torch.Tensor, meanwhile: Callable[[], None] | None = None) -> Steps[float]:
-    """Median of this rank's own part: not what other ranks do on this thread in between."""
-    # Every form once, for what is compiled or planned at its first call.
-    yield from probe.run(rows)
-    # Push and wait, and up to two launches of what is beside them.
-    watch = Stopwatch(rows.device, 4 * CALLS * probe.rank.world)
-    for _ in range(CALLS):
-        watch.rounds.append([])
-        gather = probe.run(rows)
-        with watch.running():
-            next(gather)
-            if meanwhile is not None:
-                meanwhile()
+    """Microseconds of a gather, with something else between its halves."""
+
+    def gather() -> Steps[None]:
+        halves = probe.run(rows)
+        next(halves)
+        if meanwhile is not None:
+            meanwhile()
         yield
-        with watch.running():
-            finish(gather)
-    return watch.median_us()
+        finish(halves)
+
+    # Push and wait, and up to two launches of what is beside them.
+    return (yield from _time_steps(gather, probe.rank, rows.device, 4))
+
+
+def _time_steps(call: Callable[[], Steps[None]], rank: Rank, device: torch.device, launches: int) -> Steps[float]:
+    """Microseconds of a call of all ranks."""
+    # Once for what is compiled or planned at the first call.
+    yield from call()
+    sharing = rank.world if isinstance(as_group(rank.group), LoopbackRank) else 1
+    watch = Stopwatch(device, launches, sharing)
+    for _ in range(ROUNDS):
+        # Ranks begin a round together.
+        yield from call()
+        watch.mark()
+        for _ in range(watch.calls):
+            yield from call()
+        watch.mark()
+    return watch.us()
 
 
 def _records(rank: Rank, device: torch.device) -> torch.Tensor:
@@ -204,16 +261,23 @@ def _records(rank: Rank, device: torch.device) -> torch.Tensor:
     return torch.zeros(1, rank.sizes.topk, rank.sizes.record_bytes, dtype=torch.uint8, device=device)
 
 
-def _measure_device(rank: Rank, device: torch.device) -> tuple[float, ...]:
-    """Attention in both forms, planning, and looking up slots."""
+def _owner_lists(inputs: Inputs, rank: Rank) -> tuple[torch.Tensor, torch.Tensor]:
+    """Lists of the rows of all heads, and how much of them one rank owns."""
+    own = inputs.topk.repeat(rank.world, 1)
+    share = sharding.local_length(0, rank.sizes.topk, rank.world, rank.interleave)
+    return own, torch.full((len(own),), share, dtype=torch.int32, device=own.device)
+
+
+def _measure_device(rank: Rank, device: torch.device) -> dict[str, float]:
+    """Attention in both forms, planning, looking up slots, and patching what was fetched ahead."""
     inputs, sizes, world = Inputs.make(rank, device), rank.sizes, rank.world
     records = _records(rank, device)
-    own = inputs.topk.repeat(world, 1)
-    share = sharding.local_length(0, sizes.topk, world, rank.interleave)
-    shares = torch.full((len(own),), share, dtype=torch.int32, device=device)
+    own, shares = _owner_lists(inputs, rank)
     all_q = inputs.q.repeat(world, 1, 1)
     selection = SelectionPlan(sizes.requests, sizes.rows_per_request, sizes.topk, world)
     plan, slots, counts = selection.empty(device), torch.empty_like(own), torch.empty_like(shares)
+    visible, targets = torch.empty_like(inputs.topk), torch.arange(sizes.rows, device=device).int() % sizes.topk
+    absent = torch.full((), -1, dtype=torch.int32, device=device)
     workspace = rank.workspace(world * sizes.rows, sizes.heads, device)
 
     def attend_owner() -> None:
@@ -226,15 +290,23 @@ def _measure_device(rank: Rank, device: torch.device) -> tuple[float, ...]:
         lists = (inputs.topk, inputs.block_table, inputs.lengths)
         selected_slots(*lists, **rank.geometry, world=world, slots=slots, counts=counts)
 
-    return tuple(
-        _time(action, device)
-        for action in (
-            lambda: rank.attend(inputs.q, records, inputs.topk, workspace=workspace),
-            attend_owner,
-            lambda: plan_selection(inputs.topk, inputs.block_table, selection, plan=plan, **rank.geometry),
-            look_up,
-        )
-    )
+    def make_plan() -> None:
+        torch.where(inputs.topk < inputs.lengths.unsqueeze(1), inputs.topk, absent, out=visible)
+        plan_selection(visible, inputs.block_table, selection, plan=plan, **rank.geometry)
+
+    def patch() -> None:
+        current_token_slots(inputs.topk, inputs.lengths, selection, plan)
+        for _ in range(sizes.shared_layers):
+            write_ckv_records(inputs.latent, inputs.rope, targets, records, rank.layout.name)
+
+    actions = {
+        "attend_local_us": lambda: rank.attend(inputs.q, records, inputs.topk, workspace=workspace),
+        "attend_owner_us": attend_owner,
+        "plan_us": make_plan,
+        "slots_us": look_up,
+        "patch_us": patch,
+    }
+    return {name: _time(action, device) for name, action in actions.items()}
 
 
 def _measure_peers(rank: Rank, caches: list[torch.Tensor]) -> float:
@@ -255,11 +327,14 @@ def _measure_peers(rank: Rank, caches: list[torch.Tensor]) -> float:
 
 
 def _time(action: Callable[[], object], device: torch.device) -> float:
-    """Median microseconds of a call, after one that may have to compile."""
+    """Microseconds of a call."""
+    # Once for what is compiled at the first call.
     action()
-    watch = Stopwatch(device, 4 * CALLS)
-    for _ in range(CALLS):
-        watch.rounds.append([])
-        with watch.running():
+    watch = Stopwatch(device, LAUNCHES)
+    for _ in range(ROUNDS):
+        action()
+        watch.mark()
+        for _ in range(watch.calls):
             action()
-    return watch.median_us()
+        watch.mark()
+    return watch.us()

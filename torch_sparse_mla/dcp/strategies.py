@@ -13,7 +13,7 @@ import torch
 from ..contract import reject
 from ..decode.api import merge_partial_attention
 from ..exchange.api import ce_exchange_start, ce_exchange_wait
-from ..exchange.channel import Channel
+from ..exchange.channel import REUSE_DISTANCE, Channel
 from ..exchange.group import LoopbackRank
 from ..records.api import write_ckv_records
 from ..selection.api import current_token_slots, plan_selection, selected_slots
@@ -254,14 +254,15 @@ class Exchange:
             sizes.record_bytes,
             layers=max(self.room, 1),
             requests=sizes.requests,
+            workspace_sets=REUSE_DISTANCE,
             **static.channel_options,
         )
+        # One set after another; the one in use, and the one that Shared layers are fetched ahead into.
+        self.sets = itertools.cycle(self.channel.workspaces)
+        self.workspaces = self.fetched = self.channel.workspaces[0]
         self.plan = self.selection.empty(device)
         self.visible = torch.empty(sizes.rows, sizes.topk, dtype=torch.int32, device=device)
-        self.workspaces = [
-            torch.empty(self.selection.capacity, sizes.record_bytes, dtype=torch.uint8, device=device)
-            for _ in range(1 + self.room)
-        ]
+        self.absent = torch.full((), -1, dtype=torch.int32, device=device)
         self.scratch = static.workspace(sizes.rows, sizes.heads, device)
         self.ahead = 0
         self.alone: collections.Counter[str] = collections.Counter()
@@ -281,7 +282,7 @@ class Exchange:
         self._arrive()
         self.ahead = 0
         visible = self.visible[: len(topk)]
-        visible.copy_(topk).masked_fill_(topk >= lengths.unsqueeze(1), -1)
+        torch.where(topk < lengths.unsqueeze(1), topk, self.absent, out=visible)
         # A page that the cache lacks is absent here as it is to attention over the cache itself.
         pages = cache.shape[0]
         plan_selection(visible, block_table, self.selection, **static.geometry, plan=self.plan, pages=pages)
@@ -299,10 +300,11 @@ class Exchange:
         # Only from the first on: a later one would have to wait for two arrivals.
         self.ahead = len(list(itertools.takewhile(bool, alike)))
         if self.ahead:
-            call = self._call(list(shared_caches[: self.ahead]), self.workspaces[1 : 1 + self.ahead])
+            self.fetched = next(self.sets)
+            call = self._call(list(shared_caches[: self.ahead]), self.fetched[: self.ahead])
             ce_exchange_start(*call)
             self.under_way = call
-        result = self._attend(q, 0, sink, into)
+        result = self._attend(q, self.workspaces[0], sink, into)
         if self.ahead:
             # Whatever a rank does next waits for these records of every rank.
             yield
@@ -314,9 +316,10 @@ class Exchange:
             if self.bulk:
                 self.alone[self._reason(layer) or "a layer before it was not fetched ahead"] += 1
             yield from self._exchange(cache)
-            return self._attend(q, 0, sink, into)
-        write_ckv_records(*current, self.current, self._as_cache(1 + layer), self.static.layout.name)
-        return self._attend(q, 1 + layer, sink, into)
+            return self._attend(q, self.workspaces[0], sink, into)
+        fetched = self.fetched[layer]
+        write_ckv_records(*current, self.current, fetched.unsqueeze(0), self.static.layout.name)
+        return self._attend(q, fetched, sink, into)
 
     def fence(self) -> Steps[None]:
         """Nobody reads another rank's cache."""
@@ -345,6 +348,7 @@ class Exchange:
         return None
 
     def _exchange(self, cache: torch.Tensor) -> Steps[None]:
+        self.workspaces = next(self.sets)
         call = self._call([cache], self.workspaces[:1])
         ce_exchange_start(*call)
         yield
@@ -359,11 +363,8 @@ class Exchange:
     def _call(self, caches: list[torch.Tensor], workspaces: list[torch.Tensor]) -> tuple:
         return caches, self.plan, workspaces, self.channel.state, self.channel
 
-    def _as_cache(self, place: int) -> torch.Tensor:
-        return self.workspaces[place].unsqueeze(0)
-
-    def _attend(self, q: torch.Tensor, place: int, sink: torch.Tensor | None, into: Into) -> Result:
-        return self.static.attend(q, self._as_cache(place), self.remap, sink, into, self.scratch)
+    def _attend(self, q: torch.Tensor, workspace: torch.Tensor, sink: torch.Tensor | None, into: Into) -> Result:
+        return self.static.attend(q, workspace.unsqueeze(0), self.remap, sink, into, self.scratch)
 
 
 def open_strategy(

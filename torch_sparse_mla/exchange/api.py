@@ -17,7 +17,8 @@ def ce_exchange(
         workspace: [capacity_records, record_bytes] uint8, contiguous; record `request * capacity_per_request + i` is
             overwritten with the i-th record of the request's union. Records beyond a union stay as they are. Also as
             [1, capacity_records, record_bytes], a cache of one page: the other operators then take it without a view,
-            which compilers that do not know views of mutated arguments would copy.
+            which compilers that do not know views of mutated arguments would copy. One of `channel.workspaces` is
+            filled by peers at once, and has rules of its own: see `Channel`.
         state: `channel.state`.
         channel: the channel, or its name.
     Raises: ValueError for an argument that does not fit, before anything is written or counted. ExchangeError where a

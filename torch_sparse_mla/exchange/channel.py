@@ -5,17 +5,23 @@ Timeline of one exchange of epoch e, on each rank (one stream, or one thread on 
     start   e = started + 1, slab e % 2          counters are device data: a graph replay counts like an eager call
             own records   -> own workspaces      cache[slot] -> workspace[request * capacity_per_request + position]
             own records   -> slab of every peer  at the same place, so that nothing is sorted on arrival
-            fence, then flag[own rank] = e       in the memory of every peer, a rank that owns nothing included
+            fence, then flag e % 2 = e           in the memory of every peer, a rank that owns nothing included
             started = e
     (other work; the workspaces are undefined)
-    wait    poll flag[peer] until it reaches e   cyclic comparison; gives up after the timeout, naming peer and epoch
+    wait    poll flag e % 2 until it is e        gives up after the timeout, naming peer and epoch
             slab e % 2    -> own workspaces      the peer's segments
             waited = e
     (attention reads the workspaces)
 
 Nobody releases a slab: to push epoch e + 2 a rank must have waited for e + 1 of every peer, and a peer sends e + 1 only
-after it has emptied slab e. That holds as long as a wait follows every start, which the counters check. The workspaces
-are the caller's, and no peer writes them. `tests/exchange/protocol_model.py` breaks each of these rules in turn.
+after it has emptied slab e. That holds as long as a wait follows every start, which the counters check. The caller's
+own workspaces no peer writes.
+
+Workspaces that the channel hands out (`Channel.workspaces`) peers do write, in place of a slab, and wait copies
+nothing. A set that exchange e filled is the caller's from wait e to start e + 2, so that one start, a prefetch, may
+come before it is read. To push e + 3 a rank has waited for e + 2 of every peer, which each sent after that. Hence the
+peers of an exchange write into its set only if the exchange that used the set last is three behind or more; nearer, a
+slab is used and copied. `tests/exchange/protocol_model.py` breaks each of these rules in turn.
 
 Copy engines and NCCL keep the two halves and the counters, and have an order of their own: see `transports/ce.py` and
 `transports/nccl.py`.
@@ -37,12 +43,16 @@ from .group import Group, as_group
 
 TRANSPORTS = ("auto", "direct", "ce", "collective", "loopback")
 MAX_RECORD_BYTES = 65_536
+MAX_LAYERS = 1024
+MAX_WORKSPACE_SETS = 30
 MAX_CAPACITY_RECORDS = 2**31 - 1
 DEFAULT_TIMEOUT_S = 5.0
 
 # Words of the state tensor. A counter is an int32 that wraps; only differences of two counters mean anything.
 STARTED, WAITED, START_BLOCKS, WAIT_BLOCKS, ERROR, ERROR_PEER, ERROR_EPOCH, TAG = range(8)
 STATE_WORDS = 8
+# Exchanges from one that uses a set of workspaces to the next whose peers may write it at once.
+REUSE_DISTANCE = 3
 
 _OP = "Channel.create"
 
@@ -71,6 +81,7 @@ class ChannelConfiguration:
     device_type: str
     expected_records: int
     scatter: bool = False
+    workspace_sets: int = 0
 
 
 class Channel:
@@ -82,6 +93,11 @@ class Channel:
         state: int32 [8]; the channel's counters, given to every call, which makes the order of calls visible to a
             compiler.
         configuration: the sizes.
+        workspaces: the sets that were asked for, each `layers` tensors [capacity_records, record_bytes] uint8. A call
+            takes the first layers of one set, the same on every rank. Over "direct" records arrive there without being
+            copied where calls take at least three sets in turn. A set that an exchange has filled is the caller's, to
+            read and write, from its wait to the second start after its own; else it is the channel's.
+        sharing: how many ranks have this rank's GPU.
     """
 
     def __init__(self, name: str, configuration: ChannelConfiguration, group: Group, device: torch.device) -> None:
@@ -94,6 +110,8 @@ class Channel:
         self.state[TAG] = self.tag
         self.transport: Any = None
         self.transport_name, self.why = "", ""
+        self.workspaces: list[list[torch.Tensor]] = []
+        self.sharing = 1
         # Where kernels record errors so that the host sees them without waiting; set by the transport.
         self.host_words: torch.Tensor | None = None
         # CUDA graphs of `torch_sparse_mla.compile` that captured it.
@@ -134,6 +152,7 @@ class Channel:
         device: str | torch.device | None = None,
         scatter: bool = False,
         expected_records: int | None = None,
+        workspace_sets: int = 0,
     ) -> "Channel":
         """Make a channel. Every rank calls this, with the same arguments, before any capture.
 
@@ -156,6 +175,7 @@ class Channel:
                 One request only.
             expected_records: records that the unions of all requests have together as a rule, 1 to capacity_records;
                 None: capacity_records. Transport "ce" sizes its copies by it, and moves what does not fit all the same.
+            workspace_sets: sets of workspaces that the channel hands out; see the class.
         Returns: the channel, registered under `channel.name` until `close()`.
         Raises: ValueError for an argument that does not fit, RuntimeError where the transport cannot be set up; on
             every rank, whichever rank it is that fails. Loopback ranks come one after another: those that have a
@@ -167,7 +187,9 @@ class Channel:
         def configure() -> ChannelConfiguration:
             sizes = (capacity_records, record_bytes, layers, requests, transport, timeout_s)
             expected = capacity_records if expected_records is None else expected_records
-            configuration = ChannelConfiguration(name, *sizes, ranks.device(device).type, expected, scatter)
+            configuration = ChannelConfiguration(
+                name, *sizes, ranks.device(device).type, expected, scatter, workspace_sets
+            )
             _check(configuration, ranks)
             registered = ranks.local_name(name)
             _reserve(registered)
@@ -189,6 +211,12 @@ class Channel:
             _registry[channel.name] = channel
         return channel
 
+    def new_workspaces(self) -> list[list[torch.Tensor]]:
+        """Sets of workspaces in memory of this rank alone, for transports that copy in any case."""
+        sizes = self.configuration
+        shape = (sizes.workspace_sets, sizes.layers, sizes.capacity_records, sizes.record_bytes)
+        return [list(layers) for layers in torch.empty(shape, dtype=torch.uint8, device=self.device)]
+
     def close(self) -> None:
         """End the channel, before its process group is destroyed. Any later use raises; a second close does nothing.
 
@@ -203,7 +231,7 @@ class Channel:
                 _closed.add(self.name)
         if self.transport is not None:
             self.transport.close()
-            self.transport = None
+            self.transport, self.workspaces = None, []
             self.group.leave(self.configuration.name, f"rank {self.rank} closed its channel")
 
     def check(self) -> None:
@@ -240,6 +268,7 @@ class Channel:
             "device": str(self.device),
             "slab": f"{sizes.layers} layers x {sizes.capacity_records} records x {sizes.record_bytes} bytes",
             "timeout": f"{sizes.timeout_s} s",
+            **({"workspaces": f"{sizes.workspace_sets} sets as large as the slab"} if sizes.workspace_sets else {}),
             **of_transport,
         }
 
@@ -249,7 +278,8 @@ ERRORS = {
     TIMED_OUT: "rank {peer} did not come within {timeout} s; start the same calls on every rank",
     START_BEFORE_WAIT: "started while the exchange before was not waited for; wait after every start",
     WAIT_BEFORE_START: "waited for an exchange that was not started; start first",
-    OTHER_CALL: "rank {peer} moves another number of layers; make the same calls on every rank",
+    OTHER_CALL: "rank {peer} moves another number of layers, or into another set of workspaces; make the same calls on "
+    "every rank",
     OTHER_PLAN: "rank {peer} has other owner offsets; give every rank the same top-k lists and block table",
     CLOSED: "a CUDA graph that captured the channel was replayed after close()",
     OTHER_STATE: "argument 'state': got the state of another channel; allowed: channel.state",
@@ -288,7 +318,7 @@ def _check(sizes: ChannelConfiguration, group: Group) -> None:
     for argument, value, most in (
         ("capacity_records", sizes.capacity_records, MAX_CAPACITY_RECORDS),
         ("record_bytes", sizes.record_bytes, MAX_RECORD_BYTES),
-        ("layers", sizes.layers, 1024),
+        ("layers", sizes.layers, MAX_LAYERS),
         ("requests", sizes.requests, sizes.capacity_records),
         ("expected_records", sizes.expected_records, sizes.capacity_records),
     ):
@@ -301,6 +331,9 @@ def _check(sizes: ChannelConfiguration, group: Group) -> None:
     packs = sizes.transport == "ce" or (sizes.transport == "collective" and sizes.device_type == "cuda")
     if sizes.scatter and packs:
         reject(_OP, "scatter", f"True with transport {sizes.transport}", "direct, loopback, or collective on the CPU")
+    if not isinstance(sizes.workspace_sets, int) or not 0 <= sizes.workspace_sets <= MAX_WORKSPACE_SETS:
+        allowed = f"an integer from 0 to {MAX_WORKSPACE_SETS}"
+        reject(_OP, "workspace_sets", repr(sizes.workspace_sets), allowed)
     try:
         SelectionPlan(sizes.requests, 1, sizes.capacity_records // sizes.requests, group.world)
     except ValueError as error:
@@ -332,6 +365,18 @@ def _connect(channel: Channel) -> None:
         f"import {module}",
         lambda: importlib.import_module(f".transports.{module}", __package__).connect,
     )
+    if device == "cuda":
+        channel.sharing = group.sharing(channel.configuration.name, channel.device)
     channel.transport = connect(channel)
+    if channel.configuration.workspace_sets:
+        channel.workspaces = getattr(channel.transport, "workspaces", None) or _agreed_workspaces(channel)
     channel.transport_name = name
     channel.why = "asked for" if asked != "auto" else f"the transport for {group.described} on {device}"
+
+
+def _agreed_workspaces(channel: Channel) -> list[list[torch.Tensor]]:
+    try:
+        return channel.group.agree(channel.configuration.name, "workspaces", channel.new_workspaces)
+    except BaseException:
+        channel.transport.close()
+        raise

@@ -26,6 +26,9 @@ class Group(Protocol):
     def local_name(self, name: str) -> str:
         """The name that a channel has in this process."""
 
+    def sharing(self, name: str, device: torch.device) -> int:
+        """How many ranks of a channel, this one among them, have this rank's GPU. Collective."""
+
     def leave(self, name: str, why: str) -> None:
         """This rank takes no further part in a channel."""
 
@@ -96,6 +99,9 @@ class LoopbackRank:
     def local_name(self, name: str) -> str:
         return f"{name}:{self.rank}"
 
+    def sharing(self, name: str, device: torch.device) -> int:
+        return self.world
+
     def board(self, name: str) -> Board:
         return self.group.boards.setdefault(name, Board())
 
@@ -158,6 +164,10 @@ class ProcessRank:
 
     def local_name(self, name: str) -> str:
         return name
+
+    def sharing(self, name: str, device: torch.device) -> int:
+        own, told = self._tell("device", lambda: str(torch.cuda.get_device_properties(device).uuid), True)
+        return told.count(own)
 
     def leave(self, name: str, why: str) -> None:
         """Peers find out by themselves: from a message that fails, or by the timeout."""

@@ -1,7 +1,7 @@
 """CUDA implementations of the exchange operators: the checks, then the transport; and the kernels that move records.
 
 Two kernels, push and wait, in a grid of (blocks, layers). Both walk over live segments of the plan, so that a launch of
-fixed size moves as much as there is. Memory of peers is given by address: their slabs, then their flags.
+fixed size moves as much as there is. Memory of peers is given by address: their slabs, flags, and workspaces.
 
 Order of stores: each thread fences for the whole system what it stored, the block meets, and one thread counts it in;
 the last block to be counted stores the flags with release. Polls are atomic reads with acquire, made by one thread,
@@ -16,41 +16,57 @@ import triton.language as tl
 from ..triton_launch import AotConfiguration, AotConfigurations
 from . import channel as channels
 from .reference import ce_exchange, ce_exchange_layers, ce_exchange_start, ce_exchange_wait
+from .triton_parts import (
+    NUM_WARPS,
+    OTHER_CALL,
+    OTHER_PLAN,
+    START_BEFORE_WAIT,
+    START_BLOCKS,
+    STARTED,
+    TIMED_OUT,
+    WAIT_BEFORE_START,
+    WAIT_BLOCKS,
+    WAITED,
+    _choose,
+    _copy_vectors,
+    _fence,
+    _is_last_block,
+    _is_refused,
+    _load_vectors,
+    _now,
+    _plan_digest,
+    _pointer,
+    _record_error,
+    _segment,
+    _sources,
+    _store_release,
+    _store_vectors,
+    _units,
+)
 
 __all__ = ["ce_exchange", "ce_exchange_layers", "ce_exchange_start", "ce_exchange_wait"]
 
-NUM_WARPS = 4
-# Eight waiting ranks of MAX_PROGRAMS blocks fit on one GPU of 132 SMs; and told a limit, ptxas does not spill below it.
+# Told a limit, ptxas does not spill below it. Of 65,536 registers eight blocks of 4 warps have 64 a thread.
 MAX_REGISTERS = 64
+BLOCKS_PER_SM = 8
 LAYERS_PER_LAUNCH = 4
-# Enough for the bandwidth of a link, and few enough that waiting kernels of several ranks fit on one GPU together.
-MAX_PROGRAMS = 128
 OPTIONS = {"num_warps": NUM_WARPS, "maxnreg": MAX_REGISTERS}
+# Words of four bytes, in vectors of 16 bytes; or as many vectors of one byte, each of which takes a register.
 UNITS_PER_TILE = 2048
-MAX_COLUMNS = 1024
 
-STARTED = tl.constexpr(channels.STARTED)
-WAITED = tl.constexpr(channels.WAITED)
-START_BLOCKS = tl.constexpr(channels.START_BLOCKS)
-WAIT_BLOCKS = tl.constexpr(channels.WAIT_BLOCKS)
-ERROR = tl.constexpr(channels.ERROR)
-ERROR_PEER = tl.constexpr(channels.ERROR_PEER)
-ERROR_EPOCH = tl.constexpr(channels.ERROR_EPOCH)
-TIMED_OUT = tl.constexpr(channels.TIMED_OUT)
-START_BEFORE_WAIT = tl.constexpr(channels.START_BEFORE_WAIT)
-WAIT_BEFORE_START = tl.constexpr(channels.WAIT_BEFORE_START)
-OTHER_CALL = tl.constexpr(channels.OTHER_CALL)
-OTHER_PLAN = tl.constexpr(channels.OTHER_PLAN)
-OTHER_STATE = tl.constexpr(channels.OTHER_STATE)
-CLOSED = tl.constexpr(channels.CLOSED)
-TAG = tl.constexpr(channels.TAG)
-# Two slabs, by parity of the epoch. Flag words, each [world]: the epoch that arrived; layers and plan, by parity.
+# Two slabs and two flags of each peer, by parity of the epoch. A flag is one 64-bit word, since a second store would
+# have to be acknowledged before it: from the lowest bit the layers of the call, the set that it was placed into, and
+# the end of the epoch; above them the digest of the plan.
 SLABS = tl.constexpr(2)
-LAYERS_ROW = tl.constexpr(1)
-PLAN_ROW = tl.constexpr(3)
-FLAG_ROWS = 5
-DIGEST_TILE = tl.constexpr(256)
-THREADS = tl.constexpr(32 * NUM_WARPS)
+LAYER_BITS = tl.constexpr(11)
+EPOCH_SHIFT = tl.constexpr(16)
+DIGEST_SHIFT = tl.constexpr(32)
+FLAG_BYTES = 2 * 8
+# Words of a rank's own, behind the flags: the last exchange that came straight into its workspaces; then for each set
+# of them the last exchange that used it.
+PLACED_WORD = tl.constexpr(0)
+USED_WORD = tl.constexpr(1)
+REUSE_DISTANCE = tl.constexpr(channels.REUSE_DISTANCE)
 # The interpreter runs programs one after another: a flag that is not there at once never comes.
 INTERPRETED_POLLS = tl.constexpr(3)
 
@@ -62,6 +78,8 @@ SCALARS = [
     "capacity",
     "slab_layer_16",
     "slab_16",
+    "place",
+    "place_16",
     "first_layer",
     "call_layers",
     "rank",
@@ -69,43 +87,52 @@ SCALARS = [
     "tag",
     "timeout_ns",
 ]
+GEOMETRY = {
+    "requests": "i32",
+    "capacity": "i32",
+    "slab_layer_16": "i64",
+    "slab_16": "i64",
+    "place": "i32",
+    "place_16": "i64",
+    "first_layer": "i32",
+    "call_layers": "i32",
+    "rank": "i32",
+    "world": "i32",
+    "tag": "i32",
+}
 
 
-def tile(record_bytes: int, unit_bytes: int) -> tuple[int, int, int]:
-    """Units in a record, and the records and units of a tile.
-
-    A unit is four bytes, of which a thread moves 16 bytes at a time; or one byte, where tiles are smaller because each
-    byte takes a register.
-    """
-    record = record_bytes // unit_bytes
-    units = UNITS_PER_TILE * unit_bytes // 4
-    columns = min(triton.next_power_of_2(record), units, MAX_COLUMNS)
-    return record, units // columns, columns
+def tile(record_bytes: int, unit_bytes: int) -> dict[str, int]:
+    """Constants of kernels: a record in vectors, the whole records of a tile (one, if it is longer), its vectors."""
+    record = record_bytes // (16 if unit_bytes == 4 else 1)
+    vectors = UNITS_PER_TILE // 4
+    return {"UNIT": unit_bytes, "RECORD": record, "ROWS": max(vectors // record, 1), "VECTORS": vectors}
 
 
 def interpreted() -> bool:
     return os.environ.get("TRITON_INTERPRET", "0") == "1"
 
 
+def layer_pointers(names: tuple[str, ...], unit: int) -> dict[str, str]:
+    """Signature of the pointers of a launch, one for each layer."""
+    alignment = ":16" if unit == 4 else ""
+    return {f"{name}_{layer}": f"*u8{alignment}" for name in names for layer in range(LAYERS_PER_LAUNCH)}
+
+
 def aot_configurations(capability: int) -> AotConfigurations:
     """Widths of record layouts and of index pages in 16-byte vectors, and one width in bytes; of partial results."""
-    pointers = ["cache", "workspace"]
     for record_bytes, unit in ((304, 4), (368, 4), (432, 4), (656, 4), (1152, 4), (8448, 4), (64, 4), (4, 1), (37, 1)):
-        alignment = ":16" if unit == 4 else ""
-        layers = {f"{name}_{layer}": f"*u8{alignment}" for name in pointers for layer in range(LAYERS_PER_LAUNCH)}
-        record, rows, columns = tile(record_bytes, unit)
-        common = {"owner_offsets": "*i32:16", "state": "*i32:16", "peers": "*i64:16"}
-        geometry = {"requests": "i32", "capacity": "i32", "slab_layer_16": "i64", "slab_16": "i64"}
-        geometry |= {"first_layer": "i32", "call_layers": "i32", "rank": "i32", "world": "i32", "tag": "i32"}
-        push = {name: layers[name] for name in layers} | common | {"owned_slots": "*i32:16"} | geometry
+        common = {"owner_offsets": "*i32:16", "state": "*i32:16", "peers": "*i64:16"} | GEOMETRY
+        push = layer_pointers(("cache", "workspace"), unit) | common | {"owned_slots": "*i32:16"}
         push |= {"page_stride": "i64", "page_size": "i32", "num_slots": "i32"}
-        wait = {name: layers[name] for name in layers if name.startswith("workspace")} | common | geometry
-        wait |= {"timeout_ns": "i64"}
+        wait = layer_pointers(("workspace",), unit) | common | {"timeout_ns": "i64"}
         for last in (True, False) if record_bytes in (656, 37) else (True,):
-            form = {"UNIT": unit, "RECORD": record, "ROWS": rows, "COLUMNS": columns, "LAST": last, "NATIVE": True}
+            form = tile(record_bytes, unit) | {"LAST": last, "NATIVE": True}
+            # Wait copies what came in vectors, of which it needs no record to be whole.
+            waiting = {name: value for name, value in form.items() if name != "ROWS"}
             suffix = f"{record_bytes}{'' if last else '-more-layers-follow'}"
             yield AotConfiguration(f"push-{suffix}", _push_kernel, push, form | {"SCATTER": False}, OPTIONS)
-            yield AotConfiguration(f"wait-{suffix}", _wait_kernel, wait, form, OPTIONS)
+            yield AotConfiguration(f"wait-{suffix}", _wait_kernel, wait, waiting, OPTIONS)
             if record_bytes in (64, 4):
                 yield AotConfiguration(f"scatter-{suffix}", _push_kernel, push, form | {"SCATTER": True}, OPTIONS)
 
@@ -131,6 +158,8 @@ def _push_kernel(
     capacity: tl.int32,
     slab_layer_16: tl.int64,
     slab_16: tl.int64,
+    place: tl.int32,
+    place_16: tl.int64,
     first_layer: tl.int32,
     call_layers: tl.int32,
     rank: tl.int32,
@@ -139,81 +168,92 @@ def _push_kernel(
     UNIT: tl.constexpr,
     RECORD: tl.constexpr,
     ROWS: tl.constexpr,
-    COLUMNS: tl.constexpr,
+    VECTORS: tl.constexpr,
     LAST: tl.constexpr,
     NATIVE: tl.constexpr,
     SCATTER: tl.constexpr,
 ):
-    """Own records to the own workspace and to the slab of every target; then, in the last launch, the flags."""
+    """Own records to the own workspace and to the slab or the workspace of every target; then, in the last launch, the
+    flags."""
     block, layer = tl.program_id(0), tl.program_id(1)
     num_targets = world - 1
     host_error = tl.load(peers + world)
+    own = tl.load(peers)
+    started = tl.load(state + STARTED)
+    waited = tl.load(state + WAITED)
     if _is_refused(state, peers, host_error, tag, rank, NATIVE):
         return
-    started = tl.load(state + STARTED)
-    if started != tl.load(state + WAITED):
+    if started != waited:
         _record_error(state, peers, host_error, START_BEFORE_WAIT, rank, started, NATIVE)
         return
     epoch = started + 1
+    words = _own_words(peers, own, slab_16, world)
+    placed = _is_placed(words, place, epoch)
     cache = _units(_choose(layer, cache_0, cache_1, cache_2, cache_3), UNIT)
     workspace = _units(_choose(layer, workspace_0, workspace_1, workspace_2, workspace_3), UNIT)
-    slab = (epoch & 1) * slab_16 + (first_layer + layer).to(tl.int64) * slab_layer_16
-    stride = page_stride * (4 if UNIT == 4 else 1)
-    columns = tl.arange(0, COLUMNS)
+    there = tl.where(placed != 0, place_16, (epoch & 1) * slab_16)
+    there += (first_layer + layer).to(tl.int64) * slab_layer_16
+    tile = tl.arange(0, VECTORS)
+    # Which of the tile's records a vector belongs to, and where in it: the same in every tile.
+    row, part = tile // RECORD, tile % RECORD
     if SCATTER:
         # One request. Tiles of all receivers are dealt to the blocks: one after another would add up their latencies.
         begin, end = _segment(owner_offsets, 0, rank, world, capacity)
         tiles = tl.cdiv(end - begin, ROWS)
         for item in range(block, tiles * world, tl.num_programs(0)):
             step = item // tiles
-            rows = begin + item % tiles * ROWS + tl.arange(0, ROWS)
+            rows = begin + item % tiles * ROWS + row
+            live = (row < ROWS) & (rows < end)
             entries = ((rank + step) % world).to(tl.int64) * (end - begin) + rows - begin
-            live, place = rows < end, rows.to(tl.int64) * RECORD
             source, present = _sources(
-                owned_slots, entries, live & (entries < capacity), stride, page_size, num_slots, RECORD
+                owned_slots, entries, live & (entries < capacity), page_stride, page_size, num_slots, RECORD
             )
-            for column in range(0, RECORD, COLUMNS):
-                unit = column + columns
-                inside = live[:, None] & (unit < RECORD)[None, :]
-                values = tl.load(cache + source[:, None] + unit[None, :], mask=inside & present[:, None], other=0)
+            for column in range(0, RECORD, VECTORS):
+                at = part + column
+                inside = live & (at < RECORD)
+                to = rows.to(tl.int64) * RECORD + at
+                values = _load_vectors(cache, source + at, inside & present, UNIT)
                 if step == 0:
-                    tl.store(workspace + place[:, None] + unit[None, :], values, mask=inside)
+                    _store_vectors(workspace, to, values, inside, UNIT)
                 else:
-                    memory = _units(_pointer(peers, tl.load(peers + step) + slab), UNIT)
-                    tl.store(memory + place[:, None] + unit[None, :], values, mask=inside)
+                    memory = _units(_pointer(peers, tl.load(peers + step) + there), UNIT)
+                    _store_vectors(memory, to, values, inside, UNIT)
     else:
         base = tl.full((), 0, tl.int64)
         for request in range(requests):
             begin, end = _segment(owner_offsets, request, rank, world, capacity)
             for first in range(begin + block * ROWS, end, tl.num_programs(0) * ROWS):
-                rows = first + tl.arange(0, ROWS)
-                live, place = rows < end, (base + rows) * RECORD
+                rows = first + row
+                live = (row < ROWS) & (rows < end)
                 entries = base + rows - begin
-                source, present = _sources(owned_slots, entries, live, stride, page_size, num_slots, RECORD)
-                for column in range(0, RECORD, COLUMNS):
-                    unit = column + columns
-                    inside = live[:, None] & (unit < RECORD)[None, :]
-                    values = tl.load(cache + source[:, None] + unit[None, :], mask=inside & present[:, None], other=0)
-                    tl.store(workspace + place[:, None] + unit[None, :], values, mask=inside)
+                source, present = _sources(owned_slots, entries, live, page_stride, page_size, num_slots, RECORD)
+                for column in range(0, RECORD, VECTORS):
+                    at = part + column
+                    inside = live & (at < RECORD)
+                    to = (base + rows) * RECORD + at
+                    values = _load_vectors(cache, source + at, inside & present, UNIT)
+                    _store_vectors(workspace, to, values, inside, UNIT)
                     for target in range(num_targets):
-                        memory = _units(_pointer(peers, tl.load(peers + 1 + target) + slab), UNIT)
-                        tl.store(memory + place[:, None] + unit[None, :], values, mask=inside)
+                        memory = _units(_pointer(peers, tl.load(peers + 1 + target) + there), UNIT)
+                        _store_vectors(memory, to, values, inside, UNIT)
             base += capacity
     if LAST:
-        _fence(NATIVE)
-        tl.debug_barrier()
-        blocks = tl.num_programs(0) * tl.num_programs(1)
-        if tl.atomic_add(state + START_BLOCKS, 1, sem="acq_rel", scope="sys") == blocks - 1:
-            tl.store(state + START_BLOCKS, 0)
+        # Here, so that it is not waited for where stores are.
+        digest = _plan_digest(owner_offsets, requests * (world + 1))
+    _fence(NATIVE)
+    if LAST:
+        is_last = _is_last_block(state + START_BLOCKS)
+        if is_last:
             tl.store(state + STARTED, epoch)
-            digest = _plan_digest(owner_offsets, requests * (world + 1))
+            # Not the epoch, where it was not placed.
+            tl.store(words + PLACED_WORD, epoch - 1 + placed)
+            if place >= 0:
+                tl.store(words + USED_WORD + place, epoch)
+            flag = digest.to(tl.int64) << DIGEST_SHIFT
+            flag |= _flag_low(epoch, call_layers, placed, place).to(tl.int64) & 0xFFFFFFFF
             for target in range(num_targets):
-                flags = _pointer(peers, tl.load(peers + 1 + target) + SLABS * slab_16).to(tl.pointer_type(tl.int32))
-                tl.store(flags + (LAYERS_ROW + (epoch & 1)) * world + rank, call_layers)
-                tl.store(flags + (PLAN_ROW + (epoch & 1)) * world + rank, digest)
-                _store_release(flags + rank, epoch, NATIVE)
-    else:
-        _fence(NATIVE)
+                flags = _flags(peers, tl.load(peers + 1 + target), slab_16)
+                _store_release(flags + (epoch & 1) * world + rank, flag, NATIVE)
 
 
 @triton.jit(do_not_specialize=SCALARS)
@@ -229,6 +269,8 @@ def _wait_kernel(
     capacity: tl.int32,
     slab_layer_16: tl.int64,
     slab_16: tl.int64,
+    place: tl.int32,
+    place_16: tl.int64,
     first_layer: tl.int32,
     call_layers: tl.int32,
     rank: tl.int32,
@@ -237,203 +279,112 @@ def _wait_kernel(
     timeout_ns: tl.int64,
     UNIT: tl.constexpr,
     RECORD: tl.constexpr,
-    ROWS: tl.constexpr,
-    COLUMNS: tl.constexpr,
+    VECTORS: tl.constexpr,
     LAST: tl.constexpr,
     NATIVE: tl.constexpr,
 ):
-    """Peer by peer: wait for its flag, then bring its segments from the own slab into the workspace."""
+    """Peer by peer: wait for its flag, then bring its segments from the own slab into the workspace, unless they came
+    there at once: then one block waits."""
     block, layer = tl.program_id(0), tl.program_id(1)
     own = tl.load(peers)
     host_error = tl.load(peers + world)
+    started = tl.load(state + STARTED)
+    waited = tl.load(state + WAITED)
     if _is_refused(state, peers, host_error, tag, rank, NATIVE):
         return
-    waited = tl.load(state + WAITED)
+    # By the counter of starts: the block that waits may have counted the wait before another one looks.
+    last_placed = tl.load(_own_words(peers, own, slab_16, world) + PLACED_WORD)
+    placed = ((place >= 0) & (last_placed == started)).to(tl.int32)
+    if (placed != 0) & (block + layer > 0):
+        return
     epoch = waited + 1
-    if tl.load(state + STARTED) == waited:
+    if started == waited:
         _record_error(state, peers, host_error, WAIT_BEFORE_START, rank, waited, NATIVE)
         return
     workspace = _units(_choose(layer, workspace_0, workspace_1, workspace_2, workspace_3), UNIT)
     slab = own + (epoch & 1) * slab_16 + (first_layer + layer).to(tl.int64) * slab_layer_16
-    columns = tl.arange(0, COLUMNS)
-    flags = _pointer(peers, own + SLABS * slab_16).to(tl.pointer_type(tl.int32))
+    flags = _flags(peers, own, slab_16)
     memory = _units(_pointer(peers, slab), UNIT)
     digest = _plan_digest(owner_offsets, requests * (world + 1))
+    expected = _flag_low(epoch, call_layers, placed, place)
+    arrived = flags + (epoch & 1) * world
     failed = 0
     for step in range(1, world):
         peer = (rank + step) % world
         if failed == 0:
-            failed = _await(flags, peer, world, epoch, call_layers, digest, timeout_ns, NATIVE)
+            failed = _await(arrived + peer, expected, digest, timeout_ns, NATIVE)
             if failed != 0:
                 _record_error(state, peers, host_error, failed, peer, epoch, NATIVE)
-        if failed == 0:
+        if (failed == 0) & (placed == 0):
             base = tl.full((), 0, tl.int64)
             for request in range(requests):
                 begin, end = _segment(owner_offsets, request, peer, world, capacity)
-                for first in range(begin + block * ROWS, end, tl.num_programs(0) * ROWS):
-                    rows = first + tl.arange(0, ROWS)
-                    place = (base + rows) * RECORD
-                    for column in range(0, RECORD, COLUMNS):
-                        unit = column + columns
-                        inside = (rows < end)[:, None] & (unit < RECORD)[None, :]
-                        values = tl.load(memory + place[:, None] + unit[None, :], mask=inside, other=0)
-                        tl.store(workspace + place[:, None] + unit[None, :], values, mask=inside)
+                skipped = (base + begin) * RECORD * (4 if UNIT == 4 else 1)
+                count = (end - begin).to(tl.int64) * RECORD
+                _copy_vectors(memory + skipped, workspace + skipped, count, UNIT, VECTORS)
                 base += capacity
     if LAST:
-        tl.debug_barrier()
-        if failed == 0:
-            blocks = tl.num_programs(0) * tl.num_programs(1)
-            if tl.atomic_add(state + WAIT_BLOCKS, 1, sem="acq_rel", scope="sys") == blocks - 1:
-                tl.store(state + WAIT_BLOCKS, 0)
-                tl.store(state + WAITED, epoch)
+        is_last = placed != 0
+        if (failed == 0) & (placed == 0):
+            is_last = _is_last_block(state + WAIT_BLOCKS)
+        if is_last & (failed == 0):
+            tl.store(state + WAITED, epoch)
 
 
 @triton.jit
-def _await(flags, peer, world, epoch, call_layers, digest, timeout_ns, NATIVE: tl.constexpr):
-    """Poll until the peer's flag reaches the epoch. Returns 0, or the error."""
-    behind = tl.atomic_add(flags + peer, 0, sem="acquire", scope="sys") - epoch
+def _await(flag, expected, digest, timeout_ns, NATIVE: tl.constexpr):
+    """Poll until the flag is of this epoch. Returns 0, or the error."""
+    found = _poll(flag)
     polls = 0
-    waiting = (behind < 0).to(tl.int32)
+    waiting = _is_behind(found, expected).to(tl.int32)
     begin = _now(NATIVE)
     while waiting != 0:
-        behind = tl.atomic_add(flags + peer, 0, sem="acquire", scope="sys") - epoch
+        found = _poll(flag)
         polls += 1
         late = _now(NATIVE) - begin > timeout_ns if NATIVE else polls >= INTERPRETED_POLLS
-        waiting = ((behind < 0) & (late == 0)).to(tl.int32)
+        waiting = (_is_behind(found, expected) & (late == 0)).to(tl.int32)
     tl.debug_barrier()
     result = 0
-    if behind < 0:
+    if _is_behind(found, expected):
         result = TIMED_OUT
-    elif tl.load(flags + (LAYERS_ROW + (epoch & 1)) * world + peer, cache_modifier=".cv") != call_layers:
+    elif found.to(tl.int32) != expected:
         result = OTHER_CALL
-    elif tl.load(flags + (PLAN_ROW + (epoch & 1)) * world + peer, cache_modifier=".cv") != digest:
+    elif (found >> DIGEST_SHIFT).to(tl.int32) != digest:
         result = OTHER_PLAN
     return result
 
 
 @triton.jit
-def _is_refused(state, peers, host_error, tag, rank, NATIVE: tl.constexpr):
-    """Whether the state is another channel's, or tells of an error. Of these two nothing but this call knows: another
-    channel's state, which is left alone, and a replay after close."""
-    error = tl.load(state + ERROR)
-    if tl.load(state + TAG) != tag:
-        error = OTHER_STATE
-    if (error == OTHER_STATE) | (error == CLOSED):
-        _tell_host(peers, host_error, error, rank, tl.load(state + STARTED), NATIVE)
-    return error != 0
+def _poll(flag):
+    return tl.atomic_add(flag, tl.full((), 0, tl.int64), sem="acquire", scope="sys")
 
 
 @triton.jit
-def _record_error(state, peers, host_error, code, peer, epoch, NATIVE: tl.constexpr):
-    """Keep the first error, on the device for later kernels and in host memory for the next eager call."""
-    if tl.atomic_cas(state + ERROR, 0, code, sem="acq_rel", scope="sys") == 0:
-        tl.store(state + ERROR_PEER, peer)
-        tl.store(state + ERROR_EPOCH, epoch)
-        _tell_host(peers, host_error, tl.full((), 0, tl.int32) + code, peer, epoch, NATIVE)
+def _is_behind(found, expected):
+    """A peer's last flag of the same parity is this exchange's or the one's two before."""
+    return ((found.to(tl.int32) ^ expected) >> EPOCH_SHIFT) != 0
 
 
 @triton.jit
-def _tell_host(peers, host_error, code, peer, epoch, NATIVE: tl.constexpr):
-    host = _pointer(peers, host_error).to(tl.pointer_type(tl.int32))
-    tl.store(host + 1, peer)
-    tl.store(host + 2, epoch)
-    _store_release(host, code, NATIVE)
+def _flag_low(epoch, call_layers, placed, place):
+    """The lower half of a flag."""
+    return (epoch << EPOCH_SHIFT) | (placed * (place + 1) << LAYER_BITS) | call_layers
 
 
 @triton.jit
-def _segment(owner_offsets, request, owner, world, capacity):
-    """Where an owner's records lie in a request's union; whatever the plan says, within the request's capacity."""
-    offsets = owner_offsets + request * (world + 1) + owner
-    begin = tl.minimum(tl.maximum(tl.load(offsets), 0), capacity)
-    return begin, tl.minimum(tl.maximum(tl.load(offsets + 1), 0), capacity)
+def _flags(peers, memory, slab_16):
+    """Of the rank whose memory is so many times 16 bytes after the table."""
+    return _pointer(peers, memory + SLABS * slab_16).to(tl.pointer_type(tl.int64))
 
 
 @triton.jit
-def _sources(owned_slots, entries, live, stride, page_size, num_slots, RECORD: tl.constexpr):
-    """Where the records of a plan's entries lie in the cache, in units, and which of them there are."""
-    slots = tl.load(owned_slots + entries, mask=live, other=-1)
-    present = live & (slots >= 0) & (slots < num_slots)
-    slots = tl.where(present, slots, 0)
-    return (slots // page_size).to(tl.int64) * stride + (slots % page_size).to(tl.int64) * RECORD, present
+def _own_words(peers, own, slab_16, world):
+    return (_flags(peers, own, slab_16) + 2 * world).to(tl.pointer_type(tl.int32))
 
 
 @triton.jit
-def _plan_digest(owner_offsets, words):
-    """A sum of the owner offsets with odd weights: two plans that differ in one word never have the same."""
-    digest = tl.full((), 0, tl.int64)
-    for first in range(0, words, DIGEST_TILE):
-        word = first + tl.arange(0, DIGEST_TILE)
-        offsets = tl.load(owner_offsets + word, mask=word < words, other=0)
-        weights = word.to(tl.int64) * 0x1E3779B2 + 1
-        digest += tl.sum(offsets * (weights & 0x7FFFFFFF) & 0xFFFFFFFF)
-    return digest.to(tl.int32)
-
-
-@triton.jit
-def _choose(layer, first, second, third, fourth):
-    chosen = first
-    if layer == 1:
-        chosen = second
-    if layer == 2:
-        chosen = third
-    if layer == 3:
-        chosen = fourth
-    return chosen
-
-
-@triton.jit
-def _pointer(peers, distance_16):
-    """The memory that lies so many times 16 bytes after the table: so the compiler knows that it is aligned."""
-    return peers.to(tl.pointer_type(tl.uint8)) + distance_16 * 16
-
-
-@triton.jit
-def _units(pointer, UNIT: tl.constexpr):
-    if UNIT == 4:
-        return pointer.to(tl.pointer_type(tl.int32))
-    else:
-        return pointer
-
-
-@triton.jit
-def _fence(NATIVE: tl.constexpr):
-    """By every thread: what it stored is visible to all GPUs before what follows."""
-    if NATIVE:
-        tl.inline_asm_elementwise(
-            "fence.acq_rel.sys; mov.b32 $0, $1;", "=r,r", [tl.arange(0, THREADS)], tl.int32, is_pure=False, pack=1
-        )
-
-
-@triton.jit
-def _store_release(pointer, value, NATIVE: tl.constexpr):
-    """By one thread, after all that it knows of. A plain store: PCIe carries no atomics."""
-    if NATIVE:
-        tl.inline_asm_elementwise(
-            """{
-            .reg .pred first;
-            .reg .b32 thread;
-            mov.u32 thread, %tid.x;
-            setp.eq.u32 first, thread, 0;
-            @first st.release.sys.global.b32 [$1], $2;
-            mov.b32 $0, $2;
-            }""",
-            "=r,l,r",
-            [pointer, value],
-            tl.int32,
-            is_pure=False,
-            pack=1,
-        )
-    else:
-        tl.atomic_xchg(pointer, value, sem="release", scope="sys")
-
-
-@triton.jit
-def _now(NATIVE: tl.constexpr):
-    """Nanoseconds, the same in every thread: what a thread decides by a clock of its own splits the block."""
-    if NATIVE:
-        times = tl.inline_asm_elementwise(
-            "mov.u64 $0, %globaltimer;", "=l,r", [tl.arange(0, THREADS)], tl.int64, is_pure=False, pack=1
-        )
-        return tl.max(times, 0)
-    else:
-        return tl.full((), 0, tl.int64)
+def _is_placed(words, place, epoch):
+    """Whether records may go straight into the workspaces of a set: every peer has sent an exchange that it started
+    after it had read what this set held. The same on every rank, since all use the same sets in the same exchanges."""
+    used = tl.load(words + USED_WORD + tl.maximum(place, 0))
+    return ((place >= 0) & (epoch - used >= REUSE_DISTANCE)).to(tl.int32)

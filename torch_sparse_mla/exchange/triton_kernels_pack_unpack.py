@@ -14,7 +14,7 @@ import triton.language as tl
 from ..triton_launch import AotConfiguration, AotConfigurations
 from . import channel as channels
 from . import triton_kernels as kernels
-from .triton_kernels import (
+from .triton_parts import (
     OTHER_CALL,
     OTHER_PLAN,
     START_BEFORE_WAIT,
@@ -25,13 +25,18 @@ from .triton_kernels import (
     WAIT_BLOCKS,
     WAITED,
     _choose,
+    _copy_vectors,
     _fence,
+    _is_last_block,
     _is_refused,
+    _load_vectors,
     _plan_digest,
     _pointer,
     _record_error,
     _segment,
+    _sources,
     _store_release,
+    _store_vectors,
     _units,
 )
 
@@ -42,6 +47,9 @@ ARRIVED, FORCED = tl.constexpr(1), tl.constexpr(2)
 # Where in the host's words the kernel counts exchanges, for the watchdog.
 PROGRESS_WORD = tl.constexpr(3)
 HEADER_BYTES = 16
+# Packing with two places to store at takes more registers than pushing, so that six blocks run at once.
+OPTIONS = {"num_warps": kernels.NUM_WARPS, "maxnreg": 80}
+BLOCKS_PER_SM = 6
 
 SCALARS = [
     "page_stride",
@@ -80,25 +88,19 @@ GEOMETRY = {
 
 def aot_configurations(capability: int) -> AotConfigurations:
     """The widths of the record layouts, in 16-byte vectors, and one width in bytes; with leave to send and without."""
-    pointers = ["cache", "workspace"]
     for record_bytes, unit in ((304, 4), (368, 4), (432, 4), (656, 4), (1152, 4), (37, 1)):
-        alignment = ":16" if unit == 4 else ""
-        layers = {
-            f"{name}_{layer}": f"*u8{alignment}" for name in pointers for layer in range(kernels.LAYERS_PER_LAUNCH)
-        }
-        record, rows, columns = kernels.tile(record_bytes, unit)
-        common = {"owner_offsets": "*i32:16", "state": "*i32:16", "memory": "*i64:16"}
-        pack = layers | common | {"owned_slots": "*i32:16"} | GEOMETRY
+        common = {"owner_offsets": "*i32:16", "state": "*i32:16", "memory": "*i64:16"} | GEOMETRY
+        pack = kernels.layer_pointers(("cache", "workspace"), unit) | common | {"owned_slots": "*i32:16"}
         pack |= {"page_stride": "i64", "page_size": "i32", "num_slots": "i32"}
-        unpack = {name: layers[name] for name in layers if name.startswith("workspace")} | common | GEOMETRY
+        unpack = kernels.layer_pointers(("workspace",), unit) | common
         for leave, last in (
             ((True, True), (False, True), (True, False)) if record_bytes in (656, 37) else ((True, True),)
         ):
-            form = {"UNIT": unit, "RECORD": record, "ROWS": rows, "COLUMNS": columns, "LAST": last, "NATIVE": True}
-            form["LEAVE"] = leave
+            form = kernels.tile(record_bytes, unit) | {"LAST": last, "NATIVE": True, "LEAVE": leave}
+            unpacking = {name: value for name, value in form.items() if name != "ROWS"}
             suffix = f"{record_bytes}{'' if leave else '-without-leave'}{'' if last else '-more-layers-follow'}"
-            yield AotConfiguration(f"pack-{suffix}", _pack_kernel, pack, form, kernels.OPTIONS)
-            yield AotConfiguration(f"unpack-{suffix}", _unpack_kernel, unpack, form, kernels.OPTIONS)
+            yield AotConfiguration(f"pack-{suffix}", _pack_kernel, pack, form, OPTIONS)
+            yield AotConfiguration(f"unpack-{suffix}", _unpack_kernel, unpack, unpacking, OPTIONS)
     yield AotConfiguration("release", _release_kernel, {"flags": "*i32:16", "count": "i32"}, {}, {"num_warps": 1})
 
 
@@ -135,7 +137,7 @@ def _pack_kernel(
     UNIT: tl.constexpr,
     RECORD: tl.constexpr,
     ROWS: tl.constexpr,
-    COLUMNS: tl.constexpr,
+    VECTORS: tl.constexpr,
     LAST: tl.constexpr,
     NATIVE: tl.constexpr,
     LEAVE: tl.constexpr,
@@ -164,41 +166,36 @@ def _pack_kernel(
     message = tl.load(memory + world + 1)
     in_message = _units(_pointer(memory, message + 1 + (first_layer + layer).to(tl.int64) * message_layer_16), UNIT)
     overflow = overflow_16 + (first_layer + layer).to(tl.int64) * overflow_layer_16
-    stride = page_stride * (4 if UNIT == 4 else 1)
-    columns = tl.arange(0, COLUMNS)
+    tile = tl.arange(0, VECTORS)
+    row, part = tile // RECORD, tile % RECORD
     base = tl.full((), 0, tl.int64)
     packed = tl.full((), 0, tl.int64)
     for request in range(requests):
         begin, end = _segment(owner_offsets, request, rank, world, capacity)
         for first in range(begin + block * ROWS, end, tl.num_programs(0) * ROWS):
-            rows = first + tl.arange(0, ROWS)
-            live = rows < end
-            slots = tl.load(owned_slots + base + rows - begin, mask=live, other=-1)
-            present = live & (slots >= 0) & (slots < num_slots)
-            slots = tl.where(present, slots, 0)
-            source = (slots // page_size).to(tl.int64) * stride + (slots % page_size).to(tl.int64) * RECORD
-            place = (base + rows) * RECORD
+            rows = first + row
+            live = (row < ROWS) & (rows < end)
+            owned = base + rows - begin
+            source, present = _sources(owned_slots, owned, live, page_stride, page_size, num_slots, RECORD)
             entries = packed + rows - begin
             fits = entries < fitting
-            for column in range(0, RECORD, COLUMNS):
-                unit = column + columns
-                inside = live[:, None] & (unit < RECORD)[None, :]
-                values = tl.load(cache + source[:, None] + unit[None, :], mask=inside & present[:, None], other=0)
-                tl.store(workspace + place[:, None] + unit[None, :], values, mask=inside)
-                tl.store(in_message + entries[:, None] * RECORD + unit[None, :], values, mask=inside & fits[:, None])
+            for column in range(0, RECORD, VECTORS):
+                at = part + column
+                inside = live & (at < RECORD)
+                to = (base + rows) * RECORD + at
+                values = _load_vectors(cache, source + at, inside & present, UNIT)
+                _store_vectors(workspace, to, values, inside, UNIT)
+                _store_vectors(in_message, entries * RECORD + at, values, inside & fits, UNIT)
                 if packed + tl.minimum(first + ROWS, end) - begin > fitting:
                     for target in range(1, world):
                         there = _units(_pointer(memory, tl.load(memory + target) + overflow), UNIT)
-                        beyond = inside & (fits == 0)[:, None]
-                        tl.store(there + place[:, None] + unit[None, :], values, mask=beyond)
+                        _store_vectors(there, to, values, inside & (fits == 0), UNIT)
         base += capacity
         packed += tl.maximum(end - begin, 0)
     _fence(NATIVE)
     if LAST:
-        tl.debug_barrier()
-        blocks = tl.num_programs(0) * tl.num_programs(1)
-        if tl.atomic_add(state + START_BLOCKS, 1, sem="acq_rel", scope="sys") == blocks - 1:
-            tl.store(state + START_BLOCKS, 0)
+        is_last = _is_last_block(state + START_BLOCKS)
+        if is_last:
             tl.store(state + STARTED, epoch)
             header = _int32(memory, message)
             tl.store(header, epoch)
@@ -233,14 +230,13 @@ def _unpack_kernel(
     tag: tl.int32,
     UNIT: tl.constexpr,
     RECORD: tl.constexpr,
-    ROWS: tl.constexpr,
-    COLUMNS: tl.constexpr,
+    VECTORS: tl.constexpr,
     LAST: tl.constexpr,
     NATIVE: tl.constexpr,
     LEAVE: tl.constexpr,
 ):
     """Check the header of every peer's message, bring the records to their places, and give leave to send the next."""
-    block, layer = tl.program_id(0), tl.program_id(1)
+    layer = tl.program_id(1)
     own = tl.load(memory)
     host_error = tl.load(memory + world)
     flags = _int32(memory, own + flags_16)
@@ -260,7 +256,6 @@ def _unpack_kernel(
     distance = 1 + (first_layer + layer).to(tl.int64) * message_layer_16
     overflow = own + overflow_16 + (first_layer + layer).to(tl.int64) * overflow_layer_16
     beyond = _units(_pointer(memory, overflow), UNIT)
-    columns = tl.arange(0, COLUMNS)
     for step in range(1, world):
         peer = (rank + step) % world
         message = _units(_pointer(memory, own + peer.to(tl.int64) * message_16 + distance), UNIT)
@@ -268,28 +263,18 @@ def _unpack_kernel(
         packed = tl.full((), 0, tl.int64)
         for request in range(requests):
             begin, end = _segment(owner_offsets, request, peer, world, capacity)
-            for first in range(begin + block * ROWS, end, tl.num_programs(0) * ROWS):
-                rows = first + tl.arange(0, ROWS)
-                place = (base + rows) * RECORD
-                entries = packed + rows - begin
-                fits = entries < fitting
-                for column in range(0, RECORD, COLUMNS):
-                    unit = column + columns
-                    inside = (rows < end)[:, None] & (unit < RECORD)[None, :]
-                    here = inside & fits[:, None]
-                    values = tl.load(message + entries[:, None] * RECORD + unit[None, :], mask=here, other=0)
-                    tl.store(workspace + place[:, None] + unit[None, :], values, mask=here)
-                    if packed + tl.minimum(first + ROWS, end) - begin > fitting:
-                        there = inside & (fits == 0)[:, None]
-                        values = tl.load(beyond + place[:, None] + unit[None, :], mask=there, other=0)
-                        tl.store(workspace + place[:, None] + unit[None, :], values, mask=there)
+            count = tl.maximum(end - begin, 0).to(tl.int64)
+            fits = tl.minimum(tl.maximum(fitting - packed, 0), count)
+            vector = 4 if UNIT == 4 else 1
+            to = (base + begin) * RECORD * vector
+            _copy_vectors(message + packed * RECORD * vector, workspace + to, fits * RECORD, UNIT, VECTORS)
+            to += fits * RECORD * vector
+            _copy_vectors(beyond + to, workspace + to, (count - fits) * RECORD, UNIT, VECTORS)
             base += capacity
-            packed += tl.maximum(end - begin, 0)
+            packed += count
     if LAST:
-        tl.debug_barrier()
-        blocks = tl.num_programs(0) * tl.num_programs(1)
-        if tl.atomic_add(state + WAIT_BLOCKS, 1, sem="acq_rel", scope="sys") == blocks - 1:
-            tl.store(state + WAIT_BLOCKS, 0)
+        is_last = _is_last_block(state + WAIT_BLOCKS)
+        if is_last:
             tl.store(state + WAITED, epoch)
             tl.store(_int32(memory, host_error) + PROGRESS_WORD, epoch)
             if LEAVE:

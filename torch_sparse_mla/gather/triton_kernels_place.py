@@ -6,13 +6,26 @@ import torch
 import triton
 import triton.language as tl
 
-from ..exchange.triton_kernels import _units, tile
+from ..exchange.triton_parts import _units
 from ..triton_launch import ALIGNMENT, AotConfiguration, AotConfigurations, on_device
 from .contract import check_c4_place_records
 from .triton_kernels import OPTIONS, _last_that_begins, _local_length
 
 # Several for each SM: the copy is bound by memory.
 MAX_PROGRAMS = 1024
+UNITS_PER_TILE, MAX_COLUMNS = 2048, 1024
+
+
+def tile(record_bytes: int, unit_bytes: int) -> tuple[int, int, int]:
+    """Units in a record, and the records and units of a tile.
+
+    A unit is four bytes, of which a thread moves 16 bytes at a time; or one byte, where tiles are smaller because each
+    byte takes a register.
+    """
+    record = record_bytes // unit_bytes
+    units = UNITS_PER_TILE * unit_bytes // 4
+    columns = min(triton.next_power_of_2(record), units, MAX_COLUMNS)
+    return record, units // columns, columns
 
 
 def c4_place_records(

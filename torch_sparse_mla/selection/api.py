@@ -129,7 +129,7 @@ def current_token_slots(
         rows_per_request: rows of each request in this call; None: as many as reserved.
     Returns: [requests * rows_per_request] int32 workspace record indices, -1 for a token that nobody selected.
     Raises: ValueError for an argument that does not fit.
-    Capture: safe; plain PyTorch with fixed shapes.
+    Capture: safe; the lists, lengths and plan may change between replays.
     """
     name = "current_token_slots"
     rows_per_request = selection.rows_per_request if rows_per_request is None else rows_per_request
@@ -149,8 +149,7 @@ def current_token_slots(
     check_dtype(name, "plan", plan, (torch.int32,))
     if plan.dim() != 1 or plan.numel() < selection.words:
         reject(name, "plan", f"shape {list(plan.shape)}", f"a plan buffer of {selection.words} words or more")
-    entries = rows_per_request * selection.topk
-    remap = selection.remap(plan)[:rows].view(-1, 1, entries)
-    # The position of a padded row is negative, and so is the remap of every negative entry.
-    is_current = topk.view(-1, 1, entries) == (lengths - 1).view(-1, rows_per_request, 1)
-    return torch.where(is_current, remap, -1).amax(2).view(rows)
+    slots = torch.empty(rows, dtype=torch.int32, device=topk.device)
+    remap = selection.remap(plan)[:rows]
+    torch.ops.torch_sparse_mla.current_token_slots(topk, lengths, remap, slots, rows_per_request)
+    return slots

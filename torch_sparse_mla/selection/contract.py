@@ -112,6 +112,28 @@ def check_selected_slots(
         check_no_overlap(op, {"slots": slots, "counts": counts}, inputs)
 
 
+def check_current_token_slots(
+    topk: torch.Tensor, lengths: torch.Tensor, remap: torch.Tensor, slots: torch.Tensor, rows_per_request: int
+) -> None:
+    op = "current_token_slots"
+    check_same_device(op, topk=topk, lengths=lengths, remap=remap, slots=slots)
+    for name, tensor in (("topk", topk), ("remap", remap), ("slots", slots)):
+        check_dtype(op, name, tensor, (torch.int32,))
+    check_dtype(op, "lengths", lengths, (torch.int32, torch.int64))
+    if topk.dim() != 2 or topk.shape[1] < 1:
+        reject(op, "topk", f"shape {list(topk.shape)}", "shape [rows, K >= 1]")
+    rows = topk.shape[0]
+    if rows_per_request < 1 or rows % rows_per_request:
+        reject(op, "rows_per_request", rows_per_request, f"1 or more, of which the {rows} rows are a multiple")
+    check_shape(op, "remap", remap, tuple(topk.shape), "that of 'topk'")
+    check_shape(op, "lengths", lengths, (rows,), "rows")
+    check_shape(op, "slots", slots, (rows,), "rows")
+    for name, tensor in (("topk", topk), ("lengths", lengths), ("remap", remap), ("slots", slots)):
+        check_contiguous(op, name, tensor)
+    if not is_fake(topk):
+        check_no_overlap(op, {"slots": slots}, {"topk": topk, "lengths": lengths, "remap": remap})
+
+
 def resolve(
     topk: torch.Tensor,
     block_table: torch.Tensor,

@@ -2,7 +2,7 @@
 
 import torch
 
-from .contract import check_plan_selection, check_selected_slots, resolve
+from .contract import check_current_token_slots, check_plan_selection, check_selected_slots, resolve
 
 
 def plan_selection(
@@ -56,6 +56,18 @@ def plan_selection(
         counts[request] = len(order)
         owned = order[owners[request, order] == rank]
         owned_slots[request * capacity : request * capacity + len(owned)] = slots[request, owned].int()
+
+
+def current_token_slots(
+    topk: torch.Tensor, lengths: torch.Tensor, remap: torch.Tensor, slots: torch.Tensor, rows_per_request: int
+) -> None:
+    check_current_token_slots(topk, lengths, remap, slots, rows_per_request)
+    if len(topk) == 0:
+        return
+    entries = rows_per_request * topk.shape[1]
+    # The position of a padded row is negative, and so is the remap of every negative entry.
+    is_current = topk.view(-1, 1, entries) == (lengths - 1).view(-1, rows_per_request, 1)
+    slots.copy_(torch.where(is_current, remap.view(-1, 1, entries), -1).amax(2).view(-1))
 
 
 def selected_slots(

@@ -1,15 +1,18 @@
-"""CUDA implementation of `selected_slots` in Triton: one program for each row, or where nothing is packed also for each
-block of its list."""
+"""CUDA implementations of `selected_slots` and `current_token_slots` in Triton: one program for each row, or for
+`selected_slots` where nothing is packed also for each block of its list."""
 
 import torch
 import triton
 import triton.language as tl
 
 from ..triton_launch import AotConfiguration, AotConfigurations, on_device
-from .contract import check_selected_slots, page_limit
+from .contract import check_current_token_slots, check_selected_slots, page_limit
 
 BLOCK = 1024
 NUM_WARPS = 4
+# A request's lists are looked through by one program: many loads at once.
+REQUEST_BLOCK = 4096
+REQUEST_WARPS = 8
 LISTS = ["topk_ptr", "block_table_ptr", "lengths_ptr", "counts_ptr"]
 SIZES = {
     "columns": "i32",
@@ -64,6 +67,52 @@ def selected_slots(
             TILE=BLOCK,
             num_warps=NUM_WARPS,
         )
+
+
+def current_token_slots(
+    topk: torch.Tensor, lengths: torch.Tensor, remap: torch.Tensor, slots: torch.Tensor, rows_per_request: int
+) -> None:
+    check_current_token_slots(topk, lengths, remap, slots, rows_per_request)
+    rows, columns = topk.shape
+    if rows == 0:
+        return
+    with on_device(slots):
+        _current_token_slots_kernel[(rows,)](
+            topk,
+            lengths,
+            remap,
+            slots,
+            rows_per_request,
+            rows_per_request * columns,
+            TILE=REQUEST_BLOCK,
+            num_warps=REQUEST_WARPS,
+        )
+
+
+@triton.jit(
+    do_not_specialize=["rows_per_request", "entries"], do_not_specialize_on_alignment=["topk_ptr", "lengths_ptr"]
+)
+def _current_token_slots_kernel(
+    topk_ptr,
+    lengths_ptr,
+    remap_ptr,
+    slots_ptr,
+    rows_per_request: tl.int32,
+    entries: tl.int32,
+    TILE: tl.constexpr,
+):
+    row = tl.program_id(0)
+    begin = (row // rows_per_request).to(tl.int64) * entries
+    position = tl.load(lengths_ptr + row).to(tl.int64) - 1
+    lane = tl.arange(0, TILE)
+    found = tl.full((TILE,), -1, tl.int32)
+    for first in range(0, entries, TILE):
+        inside = first + lane < entries
+        token = tl.load(topk_ptr + begin + first + lane, mask=inside, other=-1)
+        # The position of a padded row is negative, and so is the remap of every negative entry.
+        place = tl.load(remap_ptr + begin + first + lane, mask=inside & (token == position), other=-1)
+        found = tl.maximum(found, place)
+    tl.store(slots_ptr + row, tl.max(found, 0))
 
 
 # Nothing is compiled for lists of another length or batch.
@@ -149,7 +198,12 @@ def _slots(
 
 
 def aot_configurations(capability: int) -> AotConfigurations:
-    """Geometries of powers of two, and one that is not."""
+    """Geometries of powers of two, and one that is not; lengths of both types."""
+    for name, lengths in (("current-tokens", "*i32"), ("current-tokens-int64", "*i64")):
+        signature = {"topk_ptr": "*i32", "lengths_ptr": lengths, "remap_ptr": "*i32:16", "slots_ptr": "*i32:16"}
+        signature |= {"rows_per_request": "i32", "entries": "i32"}
+        warps = {"num_warps": REQUEST_WARPS}
+        yield AotConfiguration(name, _current_token_slots_kernel, signature, {"TILE": REQUEST_BLOCK}, warps)
     pointers = {"topk_ptr": "*i32", "block_table_ptr": "*i32", "lengths_ptr": "*i32", "slots_ptr": "*i32:16"}
     for world, interleave, page_size in ((1, 1, 64), (8, 4, 64), (3, 5, 80)):
         constants = {"WORLD": world, "INTERLEAVE": interleave, "PAGE_SIZE": page_size, "TILE": BLOCK}

@@ -1,9 +1,13 @@
 """Peer memory on GPUs: a kernel stores each owned record where it belongs in the slab of every peer, then the flags.
 
-The memory of a rank: two slabs [layers, capacity_records, record_bytes], by parity of the epoch, then int32 words
-[5, world] that peers write at their own rank: the epoch that arrived, and for each parity the layers of that call and
-a digest of its owner offsets.
+The memory of a rank: two slabs [layers, capacity_records, record_bytes], by parity of the epoch; int64 flags
+[2, world], by parity, that peers write at their own rank: which epoch arrived, how many layers, and a digest of owner
+offsets; words of its own; and the sets of workspaces that the channel hands out, each as large as a slab.
 Loopback ranks share a device, and run the same kernels on the same layout.
+
+Into such a set peers store at once what they would else store into a slab, and nothing is copied, provided that at
+least `REUSE_DISTANCE` exchanges lie between two that use it. The kernels look: which exchange used a set last is device
+data, so that replays count, and the same on every rank. Where it is not so, the exchange goes by a slab like any other.
 """
 
 import abc
@@ -14,6 +18,7 @@ from typing import Any
 
 import torch
 
+from ...contract import reject
 from .. import triton_kernels as kernels
 from ..channel import CLOSED, ERROR, ExchangeError
 from ..contract import ExchangeCall
@@ -43,7 +48,14 @@ class PeerMemory:
 
 
 def memory_bytes(channel: Any) -> int:
-    return SLABS * launching.slab_bytes(channel) + -(-4 * kernels.FLAG_ROWS * channel.world // 16) * 16
+    return _sets_begin(channel) + channel.configuration.workspace_sets * launching.slab_bytes(channel)
+
+
+def _sets_begin(channel: Any) -> int:
+    """Behind the slabs, the flags, and the words of a rank's own: one, and one for each set but at least one."""
+    own_words = kernels.USED_WORD.value + max(channel.configuration.workspace_sets, 1)
+    flags = kernels.FLAG_BYTES * channel.world
+    return SLABS * launching.slab_bytes(channel) + flags + -(-4 * own_words // 16) * 16
 
 
 def loopback_memory(channel: Any, size: int) -> PeerMemory:
@@ -95,7 +107,7 @@ def connect(channel: Any) -> "DirectTransport":
     group, name = channel.group, channel.configuration.name
     memory = memory_of_ranks(channel, "direct", memory_bytes(channel))
     transport = group.agree(name, "transport direct", lambda: DirectTransport(channel, memory))
-    group.agree(name, "compile kernels", lambda: launching.compile_kernels(channel, transport.peers))
+    group.agree(name, "compile kernels", transport.compile_kernels)
     return transport
 
 
@@ -120,7 +132,7 @@ class PeerTransport(abc.ABC):
         self._send(call)
         if self.board is not None and not launching.is_capturing(call.state):
             self.board.shared["issued"][self.channel.rank] += 1
-            self.board.shared["places"][self.channel.rank] = _place(call.state)
+            self.board.shared["places"][self.channel.rank] = _stream_of(call.state)
 
     def wait(self, call: ExchangeCall) -> None:
         self._before(call)
@@ -167,7 +179,7 @@ class PeerTransport(abc.ABC):
         issued, places = self.board.shared["issued"], self.board.shared["places"]
         needed = issued[self.channel.rank] + ahead
         for peer in range(self.channel.world):
-            if peer == self.channel.rank or issued[peer] >= needed or places[peer] != _place(call.state):
+            if peer == self.channel.rank or issued[peer] >= needed or places[peer] != _stream_of(call.state):
                 continue
             raise ExchangeError(
                 f"torch_sparse_mla::{call.op}: channel '{self.channel.name}': rank {self.channel.rank}: rank {peer} "
@@ -180,16 +192,56 @@ class PeerTransport(abc.ABC):
 class DirectTransport(PeerTransport):
     def __init__(self, channel: Any, memory: PeerMemory) -> None:
         super().__init__(channel, memory)
-        words = memory.own[SLABS * launching.slab_bytes(channel) :].view(torch.int32)
-        self.flags = words[: channel.world]
+        begin, size = SLABS * launching.slab_bytes(channel), kernels.FLAG_BYTES * channel.world
+        self.flags = memory.own[begin : begin + size].view(torch.int64)
+        # The last exchange that peers wrote into a set; for each set the last that used it.
+        words = memory.own[begin + size :].view(torch.int32)
+        self.own_words = words[: kernels.USED_WORD.value + channel.configuration.workspace_sets]
+        sizes, begin = channel.configuration, _sets_begin(channel)
+        layer_bytes, used = launching.layer_bytes(channel), sizes.capacity_records * sizes.record_bytes
+        sets = memory.own[begin:].view(sizes.workspace_sets, sizes.layers, layer_bytes)[..., :used]
+        shape = (sizes.capacity_records, sizes.record_bytes)
+        self.workspaces = [[layer.view(shape) for layer in workspaces] for workspaces in sets]
+        # By address, the set and the layer in it.
+        self.places = {
+            layer.data_ptr(): (number, place)
+            for number, workspaces in enumerate(self.workspaces)
+            for place, layer in enumerate(workspaces)
+        }
+
+    def compile_kernels(self) -> None:
+        operands = launching.Operands.to_compile(self.channel)
+        for kind in (launching.push_launches, launching.wait_launches):
+            launching.compile_all(kind(self.channel, operands, self.peers, (-1, 0)), self.channel)
 
     def _send(self, call: ExchangeCall) -> None:
-        launching.push(call, self.peers)
+        place, operands = self._place(call), launching.Operands.of(call)
+        launching.run(launching.push_launches(self.channel, operands, self.peers, place), call.state)
 
     def _receive(self, call: ExchangeCall) -> None:
-        launching.wait(call, self.peers)
+        place, operands = self._place(call), launching.Operands.of(call)
+        launching.run(launching.wait_launches(self.channel, operands, self.peers, place), call.state)
+
+    def _place(self, call: ExchangeCall) -> tuple[int, int]:
+        """The set that a call fills, and where it lies in every rank's memory, in vectors; -1 for other workspaces.
+
+        A set is used as one: what is known of it is when all of it was used last.
+        """
+        places = [self.places.get(workspace.data_ptr()) for workspace in call.workspaces]
+        if not any(places):
+            return -1, 0
+        number = next(place for place in places if place is not None)[0]
+        if places != [(number, layer) for layer in range(len(places))]:
+            reject(
+                call.op,
+                "workspaces",
+                f"(set, layer) {places} of those of channel '{self.channel.name}' on rank {self.channel.rank}",
+                "the first layers of one set in order, or none of the channel's",
+            )
+        begin = _sets_begin(self.channel) + number * launching.slab_bytes(self.channel)
+        return number, begin // launching.VECTOR_BYTES
 
 
-def _place(state: torch.Tensor) -> tuple[threading.Thread, int]:
+def _stream_of(state: torch.Tensor) -> tuple[threading.Thread, int]:
     """Where a rank starts."""
     return threading.current_thread(), launching.current_stream(state)

@@ -1,6 +1,14 @@
-"""What the CUDA transport launches: sizes of a slab, tables of addresses, and the launches of push and wait."""
+"""What the CUDA transports launch: sizes of a slab, tables of addresses, and the launches of push and wait.
 
-from typing import Any
+How many programs a launch has. Those that move records through a GPU's own memory take all that run at once, which is
+what it takes to keep the memory busy. Those that store at peers are held up by the link; half leaves registers to what
+runs beside them. Those that poll must all run at once with those of every rank that shares the GPU, while pushes still
+find room: half of the GPU is divided among these ranks.
+"""
+
+import functools
+from collections.abc import Iterable, Iterator
+from typing import Any, NamedTuple
 
 import torch
 
@@ -53,73 +61,114 @@ def current_stream(tensor: torch.Tensor) -> int:
     return torch.cuda.current_stream(tensor.device).cuda_stream if tensor.is_cuda else 0
 
 
-def push(call: ExchangeCall, peers: torch.Tensor) -> None:
-    """Store what this rank owns into its workspaces and into every peer's slab, and count the exchange as started."""
-    pages, page_size, _ = call.caches[0].shape
-    unit = unit_of(call)
-    stride = call.caches[0].stride(0) // (VECTOR_BYTES if unit == UNIT_BYTES else 1)
-    with on_device(call.state):
-        for first, grid, form in launches(call.channel, call.layers, unit):
-            kernels._push_kernel[grid](
-                *padded(call.caches, first),
-                *padded(call.workspaces, first),
-                call.owner_offsets,
-                call.owned_slots,
-                call.state,
-                peers,
-                stride,
-                page_size,
-                min(pages * page_size, INT32_MAX),
-                *_geometry(call.channel, first, call.layers),
-                SCATTER=call.channel.configuration.scatter,
-                **form,
-            )
+class Launch(NamedTuple):
+    kernel: Any
+    grid: tuple[int, ...]
+    arguments: tuple
+    constants: dict[str, Any]
 
 
-def wait(call: ExchangeCall, peers: torch.Tensor) -> None:
-    """Bring the peers' records from where they arrived into the workspaces, and count the exchange as waited for."""
-    with on_device(call.state):
-        for first, grid, form in launches(call.channel, call.layers, unit_of(call)):
-            kernels._wait_kernel[grid](
-                *padded(call.workspaces, first),
-                call.owner_offsets,
-                call.state,
-                peers,
-                *_geometry(call.channel, first, call.layers),
-                _timeout_ns(call.channel),
-                **form,
-            )
+class Operands(NamedTuple):
+    """What the launches of a call get from it.
 
-
-def compile_kernels(channel: Any, peers: torch.Tensor) -> None:
-    """Compile what the calls of a channel launch, so that no rank compiles while a peer's clock runs. CUDA only.
-
-    For aligned caches and workspaces where the record width allows 16-byte vectors; others compile at their first call.
+    Attributes:
+        unit: 4 where every record of every tensor starts at a multiple of 16 bytes, else 1.
+        stride: from page to page, in vectors.
     """
+
+    caches: list[torch.Tensor]
+    workspaces: list[torch.Tensor]
+    owner_offsets: torch.Tensor
+    owned_slots: torch.Tensor
+    state: torch.Tensor
+    unit: int
+    stride: int
+    page_size: int
+    num_slots: int
+
+    @staticmethod
+    def of(call: ExchangeCall) -> "Operands":
+        pages, page_size, _ = call.caches[0].shape
+        unit = unit_of(call)
+        return Operands(
+            call.caches,
+            call.workspaces,
+            call.owner_offsets,
+            call.owned_slots,
+            call.state,
+            unit,
+            call.caches[0].stride(0) // (VECTOR_BYTES if unit == UNIT_BYTES else 1),
+            page_size,
+            min(pages * page_size, INT32_MAX),
+        )
+
+    @staticmethod
+    def to_compile(channel: Any) -> "Operands":
+        """Of aligned caches and workspaces, as many layers as a call may have. Others compile at their first call."""
+        some = torch.zeros(VECTOR_BYTES, dtype=torch.uint8, device=channel.device)
+        words, layers = some.view(torch.int32), [some] * channel.configuration.layers
+        unit = 1 if channel.configuration.record_bytes % VECTOR_BYTES else UNIT_BYTES
+        return Operands(layers, layers, words, words, channel.state, unit, 1, 1, 1)
+
+    @property
+    def source(self) -> tuple:
+        return self.stride, self.page_size, self.num_slots
+
+
+def run(launches: Iterable[Launch], state: torch.Tensor) -> None:
+    with on_device(state):
+        for kernel, grid, arguments, constants in launches:
+            kernel[grid](*arguments, **constants)
+
+
+def compile_all(launches: Iterable[Launch], channel: Any) -> None:
+    """So that no rank compiles, or loads a module, while a peer's clock runs. CUDA only."""
     if channel.device.type != "cuda":
         return
-    record_bytes = channel.configuration.record_bytes
-    some = torch.zeros(VECTOR_BYTES, dtype=torch.uint8, device=channel.device)
-    words = some.view(torch.int32)
-    layers = [some] * kernels.LAYERS_PER_LAUNCH
-    unit = 1 if record_bytes % VECTOR_BYTES else UNIT_BYTES
     with on_device(channel.state):
-        for first, grid, form in launches(channel, channel.configuration.layers, unit):
-            geometry = _geometry(channel, first, channel.configuration.layers)
-            push = (*layers, *layers, words, words, channel.state, peers, 1, 1, 1, *geometry)
-            wait = (*layers, words, channel.state, peers, *geometry, _timeout_ns(channel))
-            pushing = {**form, "SCATTER": channel.configuration.scatter}
-            for kernel, arguments, given in ((kernels._push_kernel, push, pushing), (kernels._wait_kernel, wait, form)):
-                # Loading the module is lazy too, and it may wait for kernels that run.
-                kernel.warmup(*arguments, grid=grid, **given)._init_handles()
+        for kernel, grid, arguments, constants in launches:
+            # Loading the module is lazy too, and it may wait for kernels that run.
+            kernel.warmup(*arguments, grid=grid, **constants)._init_handles()
 
 
-def _timeout_ns(channel: Any) -> int:
-    return int(channel.configuration.timeout_s * 1e9)
+def push_launches(channel: Any, operands: Operands, peers: torch.Tensor, place: tuple[int, int]) -> Iterator[Launch]:
+    """Store what this rank owns into its workspaces and where every peer gets it, and count the exchange as started.
+
+    Args: place: the set of workspaces that this call fills, and where it lies; see `DirectTransport`.
+    """
+    per_sm = kernels.BLOCKS_PER_SM if channel.world == 1 else kernels.BLOCKS_PER_SM // 2
+    for first, grid, form in launches(channel, len(operands.caches), operands.unit, per_sm):
+        arguments = (
+            *padded(operands.caches, first),
+            *padded(operands.workspaces, first),
+            operands.owner_offsets,
+            operands.owned_slots,
+            operands.state,
+            peers,
+            *operands.source,
+            *_geometry(channel, place, first, len(operands.caches)),
+        )
+        yield Launch(kernels._push_kernel, grid, arguments, form | {"SCATTER": channel.configuration.scatter})
+
+
+def wait_launches(channel: Any, operands: Operands, peers: torch.Tensor, place: tuple[int, int]) -> Iterator[Launch]:
+    """Bring the peers' records from where they arrived into the workspaces, and count the exchange as waited for."""
+    # Where peers write the workspaces there is as good as nothing to copy.
+    per_sm = kernels.BLOCKS_PER_SM // 2 if place[0] < 0 else 1
+    for first, grid, form in launches(channel, len(operands.caches), operands.unit, per_sm, channel.sharing):
+        arguments = (
+            *padded(operands.workspaces, first),
+            operands.owner_offsets,
+            operands.state,
+            peers,
+            *_geometry(channel, place, first, len(operands.caches)),
+            int(channel.configuration.timeout_s * 1e9),
+        )
+        del form["ROWS"]
+        yield Launch(kernels._wait_kernel, grid, arguments, form)
 
 
 def unit_of(call: ExchangeCall) -> int:
-    """4 where every record of every tensor starts at a multiple of 16 bytes, else 1."""
     cache = call.caches[0]
     sizes = (cache.shape[2], cache.stride(0) if cache.shape[0] > 1 else 0)
     addresses = (tensor.data_ptr() for tensor in (*call.caches, *call.workspaces))
@@ -127,24 +176,37 @@ def unit_of(call: ExchangeCall) -> int:
     return UNIT_BYTES if aligned else 1
 
 
-def launches(channel: Any, call_layers: int, unit: int):
-    """First layer, grid and constants of each launch: of static sizes alone."""
-    sizes = channel.configuration
-    record, rows, columns = kernels.tile(sizes.record_bytes, unit)
+def launches(
+    channel: Any, call_layers: int, unit: int, per_sm: int, sharing: int = 1
+) -> Iterator[tuple[int, tuple[int, int], dict[str, Any]]]:
+    """First layer, grid and constants of each launch: of static sizes alone.
+
+    Args:
+        per_sm: programs on each multiprocessor, for all layers of a launch and all ranks that share the GPU together.
+        sharing: those ranks.
+    """
+    form = kernels.tile(channel.configuration.record_bytes, unit)
+    programs = per_sm * num_sms(channel.device) // sharing
     for first in range(0, call_layers, kernels.LAYERS_PER_LAUNCH):
         layers = min(kernels.LAYERS_PER_LAUNCH, call_layers - first)
-        blocks = min(-(-sizes.capacity_records // rows), kernels.MAX_PROGRAMS // layers)
-        form = {"UNIT": unit, "RECORD": record, "ROWS": rows, "COLUMNS": columns}
-        form |= {"LAST": first + layers == call_layers, "NATIVE": not kernels.interpreted(), **kernels.OPTIONS}
-        yield first, (blocks, layers), form
+        blocks = max(min(-(-channel.configuration.capacity_records // form["ROWS"]), programs // layers), 1)
+        constants = {"LAST": first + layers == call_layers, "NATIVE": not kernels.interpreted(), **kernels.OPTIONS}
+        yield first, (blocks, layers), form | constants
 
 
-def _geometry(channel: Any, first: int, call_layers: int) -> tuple[int, ...]:
+@functools.cache
+def num_sms(device: torch.device) -> int:
+    """Multiprocessors of a GPU; some number for the interpreter's CPU tensors."""
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 16
+
+
+def _geometry(channel: Any, place: tuple[int, int], first: int, call_layers: int) -> tuple[int, ...]:
     return (
         channel.configuration.requests,
         channel.capacity_per_request,
         layer_bytes(channel) // VECTOR_BYTES,
         slab_bytes(channel) // VECTOR_BYTES,
+        *place,
         first,
         call_layers,
         channel.rank,

@@ -13,18 +13,18 @@ A message is as long as the layers of the call make it, however many records the
 import abc
 import contextlib
 import dataclasses
+import itertools
 from collections.abc import Iterator
 from typing import Any
 
 import torch
 
-from ...triton_launch import on_device
 from .. import triton_kernels_pack_unpack as kernels
 from ..channel import ERRORS, START_BEFORE_WAIT, WAIT_BEFORE_START, ExchangeError
 from ..contract import ExchangeCall
 from . import launching
 from .direct import PeerMemory, PeerTransport
-from .launching import VECTOR_BYTES
+from .launching import VECTOR_BYTES, Launch, Operands
 from .stream_operations import StreamOperations
 from .watchdog import Watchdog
 
@@ -145,38 +145,51 @@ class PackedTransport(PeerTransport):
         return ExchangeError(f"torch_sparse_mla::{call.op}: {where}: {what}")
 
     def _pack(self, call: ExchangeCall) -> None:
-        pages, page_size, _ = call.caches[0].shape
-        unit = launching.unit_of(call)
-        stride = call.caches[0].stride(0) // (1 if unit == 1 else VECTOR_BYTES)
-        with on_device(call.state):
-            for first, grid, form in launching.launches(self.channel, call.layers, unit):
-                kernels._pack_kernel[grid](
-                    *launching.padded(call.caches, first),
-                    *launching.padded(call.workspaces, first),
-                    call.owner_offsets,
-                    call.owned_slots,
-                    call.state,
-                    self.peers,
-                    stride,
-                    page_size,
-                    min(pages * page_size, launching.INT32_MAX),
-                    *self._geometry(call.layers, self.layout.message, first),
-                    LEAVE=self.leave,
-                    **form,
-                )
+        launching.run(self._pack_launches(Operands.of(call)), call.state)
 
     def _unpack(self, call: ExchangeCall) -> None:
-        with on_device(call.state):
-            for first, grid, form in launching.launches(self.channel, call.layers, launching.unit_of(call)):
-                kernels._unpack_kernel[grid](
-                    *launching.padded(call.workspaces, first),
-                    call.owner_offsets,
-                    call.state,
-                    self.peers,
-                    *self._geometry(call.layers, self._message_distance(call), first),
-                    LEAVE=self.leave,
-                    **form,
-                )
+        launching.run(self._unpack_launches(Operands.of(call), self._message_distance(call)), call.state)
+
+    def compile_kernels(self) -> None:
+        """Nothing compiles while a stream waits."""
+        operands, released = Operands.to_compile(self.channel), (self.signals, self.signals.numel())
+        some = (self._pack_launches(operands), self._unpack_launches(operands, self.layout.message))
+        release = Launch(kernels._release_kernel, (1,), released, {"num_warps": 1})
+        launching.compile_all(itertools.chain(*some, [release]), self.channel)
+
+    def _pack_launches(self, operands: Operands) -> Iterator[Launch]:
+        call_layers = len(operands.caches)
+        for first, grid, form in self._launches(operands):
+            arguments = (
+                *launching.padded(operands.caches, first),
+                *launching.padded(operands.workspaces, first),
+                operands.owner_offsets,
+                operands.owned_slots,
+                operands.state,
+                self.peers,
+                *operands.source,
+                *self._geometry(call_layers, self.layout.message, first),
+            )
+            yield Launch(kernels._pack_kernel, grid, arguments, form)
+
+    def _unpack_launches(self, operands: Operands, message_distance: int) -> Iterator[Launch]:
+        call_layers = len(operands.caches)
+        for first, grid, form in self._launches(operands):
+            arguments = (
+                *launching.padded(operands.workspaces, first),
+                operands.owner_offsets,
+                operands.state,
+                self.peers,
+                *self._geometry(call_layers, message_distance, first),
+            )
+            del form["ROWS"]
+            yield Launch(kernels._unpack_kernel, grid, arguments, form)
+
+    def _launches(self, operands: Operands) -> Iterator[tuple[int, tuple[int, int], dict[str, Any]]]:
+        """Nothing here polls."""
+        layers = len(operands.caches)
+        for first, grid, form in launching.launches(self.channel, layers, operands.unit, kernels.BLOCKS_PER_SM):
+            yield first, grid, form | {"LEAVE": self.leave, **kernels.OPTIONS}
 
     def _geometry(self, call_layers: int, message_distance: int, first: int) -> tuple[int, ...]:
         layout, channel = self.layout, self.channel
@@ -192,26 +205,6 @@ class PackedTransport(PeerTransport):
             channel.world,
             channel.tag,
         )
-
-    def compile_kernels(self) -> None:
-        """As `launching.compile_kernels`: nothing compiles, or loads a module, while a stream waits."""
-        channel = self.channel
-        if channel.device.type != "cuda":
-            return
-        record_bytes, call_layers = channel.configuration.record_bytes, channel.configuration.layers
-        some = torch.zeros(VECTOR_BYTES, dtype=torch.uint8, device=channel.device)
-        words = some.view(torch.int32)
-        layers = [some] * launching.kernels.LAYERS_PER_LAUNCH
-        unit = 1 if record_bytes % VECTOR_BYTES else launching.UNIT_BYTES
-        with on_device(channel.state):
-            for first, grid, form in launching.launches(channel, call_layers, unit):
-                geometry = self._geometry(call_layers, self.layout.message, first)
-                pack = (*layers, *layers, words, words, channel.state, self.peers, 1, 1, 1, *geometry)
-                unpack = (*layers, words, channel.state, self.peers, *geometry)
-                for kernel, arguments in ((kernels._pack_kernel, pack), (kernels._unpack_kernel, unpack)):
-                    kernel.warmup(*arguments, grid=grid, LEAVE=self.leave, **form)._init_handles()
-            released = (self.signals, self.signals.numel())
-            kernels._release_kernel.warmup(*released, grid=(1,), num_warps=1)._init_handles()
 
 
 @contextlib.contextmanager
