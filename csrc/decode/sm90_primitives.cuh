@@ -16,7 +16,7 @@ TSM_DEVICE uint32_t shared_address(const void* pointer) {
 
 // The memory whose size is given at the launch.
 TSM_DEVICE uint8_t* dynamic_shared_memory() {
-  extern __shared__ __align__(128) uint8_t bytes[];
+  extern __shared__ __align__(1024) uint8_t bytes[];
   return bytes;
 }
 
@@ -184,6 +184,12 @@ TSM_DEVICE float quad_max(float x) {
 TSM_DEVICE float quad_sum(float x) {
   x += __shfl_xor_sync(~0u, x, 1);
   return x + __shfl_xor_sync(~0u, x, 2);
+}
+
+TSM_DEVICE float warp_max(float x) {
+#pragma unroll
+  for (int other = 16; other > 0; other /= 2) x = fmaxf(x, __shfl_xor_sync(~0u, x, other));
+  return x;
 }
 
 }  // namespace torch_sparse_mla::sm90
