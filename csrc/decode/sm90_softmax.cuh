@@ -29,6 +29,12 @@ struct Softmax {
   float sum[2] = {0.0f, 0.0f};  // this lane's share, times kSumFactor
 };
 
+// x * 2 ** exponent, exactly; `exponent` is an integer from -252 on, or anything lower where the product is zero.
+TSM_DEVICE float times_exp2(float x, float exponent) {
+  const float half = floorf(0.5f * exponent);
+  return x * exp2_fast(half) * exp2_fast(exponent - half);
+}
+
 // Moves the references up; the sums follow.
 template <int kSums>
 TSM_DEVICE void move_references(float first, float second, Softmax& softmax, float (&sums)[kSums][4]) {

@@ -22,23 +22,43 @@ inline int64_t num_splits(int64_t rows, int64_t heads, int64_t topk, bool batch_
   return std::min(std::max<int64_t>(kMaxPrograms / programs, 1), ceil_div(topk, kTokensPerWorkspaceTile));
 }
 
-// Parts of the sm_90 kernels: at most num_splits, so that the workspace is large enough. The fewest clocks by a count
-// of waves over the multiprocessors of an H200. The constants are fitted to times measured there at 1 to 128 rows.
-inline int64_t sm90_splits(int64_t rows, int64_t heads, int64_t topk, bool batch_invariant) {
-  if (batch_invariant) return num_splits(rows, heads, topk, true);
-  constexpr int64_t kMultiprocessors = 132, kTileTokens = 32;
-  constexpr int64_t kTilesAtOnce = 2;  // a block's two groups
-  constexpr int64_t kTileClocks = 1350, kWaveClocks = 7000, kMergeClocks = 2600, kMergePartClocks = 45;
-  const int64_t blocks = rows * ceil_div(heads, kHeadsPerTile), tiles = ceil_div(topk, kTileTokens);
+// How an attention kernel of sm_90 cuts its work up, and the clocks that it takes.
+struct Sm90Blocks {
+  int64_t heads;
+  int64_t tile_tokens;
+  int64_t tiles_at_once;
+  int64_t tile_clocks;
+  int64_t merge_part_clocks;
+};
+// Fitted to times measured on an H200 at 1 to 128 rows.
+inline constexpr Sm90Blocks kSm90Narrow = {kHeadsPerTile, 32, 2, 1350, 45};
+// Not measured: the clocks of a tile are a prediction, those of a merge are by its bytes.
+inline constexpr Sm90Blocks kSm90Wide = {64, 48, 1, 2600, 180};
+inline constexpr int64_t kSm90PartBytes = kLatentDim * 2 + 5 * 4;  // fp16 latents, four units, an lse
+
+// Parts of at most `limit`: the fewest clocks by a count of waves over the multiprocessors of an H200.
+inline int64_t fewest_clocks(const Sm90Blocks& kernel, int64_t rows, int64_t heads, int64_t topk, int64_t limit) {
+  constexpr int64_t kMultiprocessors = 132, kWaveClocks = 7000, kMergeClocks = 2600;
+  const int64_t blocks = rows * ceil_div(heads, kernel.heads), tiles = ceil_div(topk, kernel.tile_tokens);
   int64_t best = 1, best_clocks = INT64_MAX;
-  for (int64_t splits = 1; splits <= num_splits(rows, heads, topk, false); ++splits) {
+  for (int64_t splits = 1; splits <= std::min(limit, tiles); ++splits) {
     const int64_t parts = blocks * splits, waves = ceil_div(parts, kMultiprocessors);
-    const int64_t merge = splits > 1 ? kMergeClocks + kMergePartClocks * parts : 0;
-    const int64_t rounds = ceil_div(ceil_div(tiles, splits), kTilesAtOnce);
-    const int64_t clocks = waves * (rounds * kTilesAtOnce * kTileClocks + kWaveClocks) + merge;
+    const int64_t merge = splits > 1 ? kMergeClocks + kernel.merge_part_clocks * parts : 0;
+    const int64_t rounds = ceil_div(ceil_div(tiles, splits), kernel.tiles_at_once);
+    const int64_t clocks = waves * (rounds * kernel.tiles_at_once * kernel.tile_clocks + kWaveClocks) + merge;
     if (clocks < best_clocks) best = splits, best_clocks = clocks;
   }
   return best;
+}
+
+// Parts of the sm_90 kernels, as many as the workspace has room for at most. It is sized for num_splits parts in fp32:
+// the narrow kernel keeps to that number, the wide one has fewer blocks and needs the rest of the room.
+inline int64_t sm90_splits(int64_t rows, int64_t heads, int64_t topk, bool batch_invariant, bool wide) {
+  const int64_t splits = num_splits(rows, heads, topk, batch_invariant);
+  if (batch_invariant) return splits;
+  if (!wide) return fewest_clocks(kSm90Narrow, rows, heads, topk, splits);
+  const int64_t fitting = splits == 1 ? 1 : splits * (kLatentDim + 1) * 4 / kSm90PartBytes;
+  return fewest_clocks(kSm90Wide, rows, heads, topk, fitting);
 }
 
 inline int64_t rows_per_launch(int64_t rows, int64_t heads, int64_t topk, bool batch_invariant) {

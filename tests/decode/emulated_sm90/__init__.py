@@ -72,11 +72,11 @@ def build(folder: Path) -> ctypes.CDLL:
         if path.suffix in (".h", ".cuh", ".cpp"):
             shutil.copy(path, tree / "decode" / path.name)
     library = folder / "emulator.so"
-    sources = ["sparse_ckv_decode_sm90.cu", "emulator.cpp"]
+    sources = ["sparse_ckv_decode_sm90.cu", "emulator.cpp", "products.cpp"]
     command = ["c++", "-std=c++17", "-O2", "-fPIC", "-shared", "-w", "-I.", "-o", library, "-x", "c++", *sources]
     subprocess.run(command, cwd=tree / "decode", check=True, timeout=250)
     function = ctypes.CDLL(str(library)).emulate_sparse_ckv_decode
-    function.argtypes = (ctypes.POINTER(_Call), ctypes.c_int, ctypes.c_void_p, ctypes.c_bool)
+    function.argtypes = (ctypes.POINTER(_Call), ctypes.c_int, ctypes.c_void_p, ctypes.c_bool, ctypes.c_bool)
     function.restype = ctypes.c_char_p
     return function
 
@@ -85,8 +85,8 @@ def pointer(tensor: torch.Tensor | None) -> int | None:
     return None if tensor is None else tensor.data_ptr()
 
 
-def run(function, case: DecodeCase) -> tuple[torch.Tensor, torch.Tensor]:
-    """Emulate the case on the CPU. Raises RuntimeError with what the emulator or the launcher has to say."""
+def run(function, case: DecodeCase, wide: bool = False) -> tuple[torch.Tensor, torch.Tensor]:
+    """Emulate the case on the CPU, in the wide form where that is asked for and there is one. Raises RuntimeError with what the emulator or the launcher has to say."""
     rows, heads, _ = case.q.shape
     size = case.workspace.numel()
     workspace = torch.full((size + GUARD_BYTES,), POISON_BYTE, dtype=torch.uint8)
@@ -112,7 +112,7 @@ def run(function, case: DecodeCase) -> tuple[torch.Tensor, torch.Tensor]:
         topk=case.indices.shape[1],
     )
     layout = list(LAYOUTS).index(case.layout)
-    error = function(ctypes.byref(call), layout, workspace.data_ptr(), case.batch_invariant)
+    error = function(ctypes.byref(call), layout, workspace.data_ptr(), case.batch_invariant, wide)
     if error:
         raise RuntimeError(error.decode())
     assert (workspace[size:] == GUARD).all(), "written beyond the workspace"

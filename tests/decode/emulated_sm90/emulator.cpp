@@ -12,6 +12,7 @@
 
 #include "sm90_primitives.cuh"
 #include "sparse_ckv_decode_sm90.h"
+#include "threads.h"
 
 Index threadIdx, blockIdx;
 
@@ -70,6 +71,7 @@ struct Block {
   int current = 0;
   bool progress = false;
   std::string error;
+  size_t shared = 0;
   void (*thread)(void*) = nullptr;
   void* argument = nullptr;
 };
@@ -158,6 +160,12 @@ uint16_t matrix_element(const std::array<uint32_t, 32>& rows, int matrix, int ro
 
 }  // namespace
 
+void wait_for(const std::function<bool()>& done) { wait_until(done); }
+
+size_t shared_size() { return block->shared; }
+
+bool toss() { return random_number() % 2; }
+
 int block_threads() { return static_cast<int>(block->fibers.size()); }
 
 uint32_t warp_ballot(bool predicate) {
@@ -188,6 +196,7 @@ void run_block(uint32_t index, int threads, size_t shared, void (*thread)(void*)
   here.stacks.assign(threads, std::vector<char>(kStackBytes));
   here.done.assign(threads, false);
   here.warps.resize(threads / 32);
+  here.shared = shared;
   here.thread = thread;
   here.argument = argument;
   for (int i = 0; i < threads; ++i) {
@@ -196,6 +205,7 @@ void run_block(uint32_t index, int threads, size_t shared, void (*thread)(void*)
     here.fibers[i].uc_stack.ss_size = kStackBytes;
     makecontext(&here.fibers[i], fiber_main, 0);
   }
+  begin_products(threads);
   blockIdx = {index};
   for (bool all_done = false; !all_done;) {
     all_done = true;
@@ -215,6 +225,7 @@ void run_block(uint32_t index, int threads, size_t shared, void (*thread)(void*)
     if (!all_done && !here.progress && !waits_for_copies) throw std::logic_error("every thread of the block waits");
   }
   if (!here.copies.empty()) throw std::logic_error("a block ended before its copies");
+  end_products();
 }
 
 float bf16_value(uint16_t bits) { return __uint_as_float(static_cast<uint32_t>(bits) << 16); }
@@ -324,13 +335,13 @@ uint32_t e4m3_pair_to_fp16(uint16_t codes) {
 
 // Returns null, or what went wrong.
 extern "C" __attribute__((visibility("default"))) const char* emulate_sparse_ckv_decode(
-    const torch_sparse_mla::SparseCkvDecode* call, int layout, void* workspace, bool batch_invariant) {
+    const torch_sparse_mla::SparseCkvDecode* call, int layout, void* workspace, bool batch_invariant, bool wide) {
   static std::string message;
   try {
     torch_sparse_mla::SparseCkvDecode complete = *call;
     complete.layout = torch_sparse_mla::kRecordLayouts[layout];
     if (const char* reason = torch_sparse_mla::sm90_unsupported(complete, 0)) return reason;
-    torch_sparse_mla::sparse_ckv_decode_sm90(complete, workspace, batch_invariant, 0, nullptr);
+    torch_sparse_mla::sparse_ckv_decode_sm90(complete, workspace, batch_invariant, wide, 0, nullptr);
     return nullptr;
   } catch (const std::exception& error) {
     message = error.what();

@@ -1,0 +1,598 @@
+// The wide attention kernel: one block attends with a tile of 64 heads to one part of one row's list. Not the default
+// until it is measured: TORCH_SPARSE_MLA_NATIVE=wide.
+//
+// One warpgroup fetches records, and unpacks each once for all heads into a tile that wgmma reads. Two more attend,
+// each with half of the latents, as keys and as values: they add up their partial scores through shared memory, and
+// each then has the weights of all heads in registers, times its own chunks' scales.
+//
+// A tile's records are on their way to L2 while the tile before is unpacked, and it is unpacked while the tile before
+// is attended to.
+#pragma once
+
+#include "sm90_call.cuh"
+#include "sm90_softmax.cuh"
+#include "sm90_wide_tile.cuh"
+
+namespace torch_sparse_mla::sm90 {
+
+inline constexpr int kWarpgroupThreads = 128;
+inline constexpr int kWarpgroupWarps = 4;
+inline constexpr int kWideConsumerThreads = 2 * kWarpgroupThreads;
+inline constexpr int kWideThreads = kWideConsumerThreads + kWarpgroupThreads;
+inline constexpr int kWideStages = 2;
+inline constexpr int kTokensPerUnpacker = kWideTokens / kWarpgroupWarps;
+inline constexpr uint32_t kAllValid = (1u << kTokensPerUnpacker) - 1;
+inline constexpr int kHeadsPerQueryWarp = kWideHeads / (2 * kWarpgroupWarps);
+// Named barriers: one for each pair of warps that exchange scores from 1 on, and one for both warpgroups.
+inline constexpr int kPairBarrier = 1;
+inline constexpr int kConsumersBarrier = kPairBarrier + kWarpgroupWarps;
+
+using WidePart = Part<kWideTokens>;
+using WideScores = float[kWideBlocks][4];
+using WideScales = float[kWideBlocks][2];
+using WideWeights = uint32_t[2][kWideSteps][4];
+// A warpgroup's half of the latents: two chunks.
+using WideSums = float[2 * kChunkLatents / 8][4];
+
+template <int kLayout, class QueryT>
+struct WideSharedMemory {
+  using Tile = WideTile<kLayout>;
+  static constexpr int kScaleRows = Tile::kScaleRows + Tile::kRopeScale;
+
+  alignas(kSwizzleBytes) uint8_t queries[WideQuery<kLayout, QueryT>::kColumns][kQueryColumnBytes];
+  alignas(kSwizzleBytes) uint8_t tiles[kWideStages][Tile::kColumns][kTileColumnBytes];
+  float4 scores[2][kWideBlocks][kWarpgroupThreads];
+  alignas(16) float scales[kWideStages][kScaleRows > 0 ? kScaleRows : 1][kWideTokens];
+  float factor[kWideHeads];
+  float rope_factor[kWideHeads];
+  uint64_t full[kWideStages];
+  uint64_t empty[kWideStages];
+  uint16_t valid[kWideStages][kWarpgroupWarps];  // a bit for each token of a producer warp
+};
+
+// ---- producer
+
+// One warp's tokens of every tile: a pair of each eight, so that a lane's rows are all permuted alike, and the tokens
+// of a lane of the scores are one warp's.
+template <int kLayout, class Shared>
+struct Unpacker {
+  using R = Records<kLayout>;
+  using Tile = WideTile<kLayout>;
+  using Latents = PackedLatents<R::kLatent>;
+  using Rope = PackedRope<R::kRope>;
+  static constexpr int kPairs = kTokensPerUnpacker / 2;
+  // As many pairs are being loaded at a time as registers hold.
+  static constexpr int kBatch = R::kLatent == Storage::kBf16 ? 2 : 3;
+  static constexpr bool kHasRope = R::kRope != Storage::kNone;
+  // Lanes that share a token's RoPE part, and loads of it for all pairs.
+  static constexpr int kRopeLanes = kRopeDim / 8;
+  static constexpr int kRopeLoads = kPairs * 2 * kRopeLanes / 32;
+  static_assert(kPairs % kBatch == 0 && kTokensPerUnpacker * kRopeLanes % 32 == 0);
+
+  const AttendParams& p;
+  const WidePart& part;
+  Shared& shared;
+  const int warp, lane;
+
+  // A lane's token of this warp, as it lies in the tile.
+  TSM_DEVICE int token_of(int i) const { return i / 2 * 8 + 2 * warp + i % 2; }
+
+  TSM_DEVICE uint32_t slot_of(int tile) const {
+    const int column = part.begin + tile * kWideTokens + token_of(lane);
+    const bool counted = lane < kTokensPerUnpacker && column < part.end;
+    return counted ? static_cast<uint32_t>(__ldg(p.indices + part.row * p.indices_row_stride + column)) : ~0u;
+  }
+
+  // A lane takes sixteen latents of one token of a pair, and half of the latents further sixteen more: eight lanes that
+  // write together write to all banks.
+  TSM_DEVICE void load(uint32_t slot, int first, Latents (&latents)[kBatch][2]) const {
+    const int token = lane / 4 % 2, sixteen = lane / 8 * 4 + lane % 4;
+#pragma unroll
+    for (int i = 0; i < kBatch; ++i) {
+      latents[i][0] = latents[i][1] = {};
+      const uint32_t source = __shfl_sync(~0u, slot, 2 * (first + i) + token);
+      if (source >= p.num_slots) continue;
+      const uint8_t* record = record_of(p, source, R::kBytes);
+      latents[i][0].template load<kLayout>(record, sixteen);
+      latents[i][1].template load<kLayout>(record, sixteen + 16);
+    }
+  }
+
+  TSM_DEVICE void store(uint32_t tile, int first, const Latents (&latents)[kBatch][2]) const {
+    const uint32_t at = tile + lane / 8 * kTileColumnBytes + first * kSwizzleBytes +
+                        swizzled_offset(2 * warp + lane / 4 % 2, lane % 4 * 2);
+#pragma unroll
+    for (int i = 0; i < 2 * kBatch; ++i) {
+      Unit16 units[2];
+      latents[i / 2][i % 2].unpack(units);
+      const uint32_t offset = i / 2 * kSwizzleBytes + i % 2 * (kLatentColumns / 2) * kTileColumnBytes;
+      store_shared(at + offset, units[0].words);
+      store_shared((at ^ 16) + offset, units[1].words);
+    }
+  }
+
+  // What a tile has beside its latents.
+  struct Rest {
+    Rope rope[kHasRope ? kRopeLoads : 1];
+    float scales[Shared::kScaleRows > 0 ? Shared::kScaleRows : 1];
+  };
+
+  TSM_DEVICE void load_rest(uint32_t slot, Rest& rest) const {
+    if constexpr (kHasRope) {
+#pragma unroll
+      for (int i = 0; i < kRopeLoads; ++i) {
+        rest.rope[i] = {};
+        const uint32_t source = __shfl_sync(~0u, slot, (32 * i + lane) / kRopeLanes);
+        if (source >= p.num_slots) continue;
+        rest.rope[i].load(record_of(p, source, R::kBytes) + R::kRopeOffset, lane % kRopeLanes);
+      }
+    }
+    // Of this lane's own token.
+#pragma unroll
+    for (int i = 0; i < Shared::kScaleRows; ++i) rest.scales[i] = 0.0f;
+    if (slot >= p.num_slots) return;
+    const uint8_t* record = record_of(p, slot, R::kBytes);
+    if constexpr (Tile::kChunkScales) {
+      const float4 scales = load_record<float4>(record + R::kScaleOffset);
+      rest.scales[0] = scales.x, rest.scales[1] = scales.y, rest.scales[2] = scales.z, rest.scales[3] = scales.w;
+    } else if constexpr (R::kHasScale) {
+      const float scale = load_record<float>(record + R::kTokenScaleOffset);
+      // Zero marks a record without a token scale.
+      rest.scales[0] = scale != 0.0f ? scale : 1.0f;
+    }
+    if constexpr (Tile::kRopeScale) {
+      rest.scales[Tile::kScaleRows] = load_record<float>(record + R::kRopeScaleOffset);
+    }
+  }
+
+  TSM_DEVICE void store_rest(int stage, uint32_t tile, const Rest& rest) const {
+    if constexpr (kHasRope) {
+      const uint32_t at = tile + kRopeColumn * kTileColumnBytes + lane / (2 * kRopeLanes) * kSwizzleBytes +
+                          swizzled_offset(2 * warp + lane / kRopeLanes % 2, lane % kRopeLanes);
+#pragma unroll
+      for (int i = 0; i < kRopeLoads; ++i) {
+        store_shared(at + i * (16 / kRopeLanes) * kSwizzleBytes, rest.rope[i].unpack().words);
+      }
+    }
+    if (lane >= kTokensPerUnpacker) return;
+#pragma unroll
+    for (int i = 0; i < Shared::kScaleRows; ++i) shared.scales[stage][i][token_of(lane)] = rest.scales[i];
+  }
+
+  TSM_DEVICE void run() {
+    const int tiles = part.tiles();
+    uint32_t slot = slot_of(0), next = slot_of(1);
+    for (int tile = 0; tile < tiles; ++tile) {
+      const int stage = tile % kWideStages;
+      const uint32_t target = shared_address(shared.tiles[stage]);
+      const uint32_t valid = __ballot_sync(~0u, slot < p.num_slots);
+      Rest rest;
+      load_rest(slot, rest);
+#pragma unroll 1
+      for (int first = 0; first < kPairs; first += kBatch) {
+        Latents latents[kBatch][2];
+        load(slot, first, latents);
+        if (first == 0) {
+          if (next < p.num_slots) prefetch_to_l2(record_of(p, next, R::kBytes), R::kBytes);
+          barrier_wait(shared_address(&shared.empty[stage]), (tile / kWideStages + 1) % 2);
+          if (lane == 0) shared.valid[stage][warp] = static_cast<uint16_t>(valid);
+          store_rest(stage, target, rest);
+        }
+        store(target, first, latents);
+      }
+      slot = next;
+      next = slot_of(tile + 2);
+      fence_async_proxy();
+      __syncwarp();
+      if (lane == 0) barrier_arrive(shared_address(&shared.full[stage]));
+    }
+  }
+};
+
+// ---- consumers
+
+template <int kLayout, class QueryT, class Shared>
+TSM_DEVICE void store_queries(const AttendParams& p, const WidePart& part, Shared& shared) {
+  constexpr int kTogether = 4;
+  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+  const int first = warp * kHeadsPerQueryWarp;
+  const uint16_t* source = p.q + part.row * p.q_row_stride;
+#pragma unroll 1
+  for (int begin = first; begin < first + kHeadsPerQueryWarp; begin += kTogether) {
+    WideQuery<kLayout, QueryT> queries[kTogether];
+#pragma unroll
+    for (int i = 0; i < kTogether; ++i) {
+      const int head = part.head_tile * kWideHeads + begin + i;
+      queries[i].load(source + head * Records<kLayout>::kQueryDim, p.q_aligned, head < p.heads, lane);
+    }
+#pragma unroll
+    for (int i = 0; i < kTogether; ++i) {
+      float factor, rope_factor = 0.0f;
+      queries[i].store(shared_address(shared.queries), begin + i, lane, p.scale_log2, factor, rope_factor);
+      if (lane == 0) shared.factor[begin + i] = factor, shared.rope_factor[begin + i] = rope_factor;
+    }
+  }
+}
+
+// One warp's way through the tiles, with 16 heads and its warpgroup's half of the latents.
+template <int kLayout, class QueryT, class Shared>
+struct WideConsumer {
+  using R = Records<kLayout>;
+  using Tile = WideTile<kLayout>;
+  using Latent = typename Tile::Latent;
+  static constexpr int kHalfColumns = kLatentColumns / 2;
+  static constexpr bool kBf16Rope = R::kRope == Storage::kBf16;
+
+  Shared& shared;
+  const int half;  // which warpgroup
+  const int warp;  // in it
+  const Lane lane;
+  float factor[2], rope_factor[2];
+  int stage = 0;
+
+  TSM_DEVICE WideConsumer(Shared& shared)
+      : shared(shared), half(threadIdx.x / kWarpgroupThreads), warp(threadIdx.x / 32 % kWarpgroupWarps) {}
+
+  TSM_DEVICE int head_of(int h) const { return 16 * warp + lane.row + 8 * h; }
+
+  TSM_DEVICE void read_factors() {
+#pragma unroll
+    for (int h = 0; h < 2; ++h) {
+      factor[h] = shared.factor[head_of(h)];
+      if constexpr (Tile::kRopeScale) rope_factor[h] = shared.rope_factor[head_of(h)];
+    }
+  }
+
+  // The columns of this warpgroup's half of the latents, from `column` on.
+  template <int kColumns>
+  TSM_DEVICE void multiply_latents(int column, WideScores& scores) const {
+    const uint32_t queries = shared_address(shared.queries[half * kHalfColumns]);
+    const uint32_t keys = shared_address(shared.tiles[stage][half * kHalfColumns]);
+#pragma unroll
+    for (int i = 0; i < kColumns * kColumnSteps; ++i) {
+      const int at = column + i / kColumnSteps, step = i % kColumnSteps;
+      multiply_keys_64<Latent>(scores, along_rows(queries, at * kQueryColumnBytes, step),
+                               along_rows(keys, at * kTileColumnBytes, step), i > 0);
+    }
+  }
+
+  // This warpgroup's half of the RoPE part.
+  TSM_DEVICE void multiply_rope(WideScores& scores, bool accumulate) const {
+    constexpr int kSteps = kColumnSteps / 2;
+    const uint32_t queries = shared_address(shared.queries[kRopeColumn]) + half * kSteps * kStepBytes;
+    const uint32_t keys = shared_address(shared.tiles[stage][kRopeColumn]) + half * kSteps * kStepBytes;
+#pragma unroll
+    for (int i = 0; i < WideQuery<kLayout, QueryT>::kRopeTerms * kSteps; ++i) {
+      const int term = i / kSteps, step = i % kSteps;
+      multiply_keys_64<typename Tile::Rope>(scores, along_rows(queries, term * kQueryColumnBytes, step),
+                                            along_rows(keys, 0, step), accumulate || i > 0);
+    }
+  }
+
+  // Where the scales of this warpgroup's first chunk are.
+  TSM_DEVICE int scale_row() const { return Tile::kChunkScales ? 2 * half : 0; }
+
+  // The scale in row `row` of token 8 * block + 2 * quad, and of the next.
+  TSM_DEVICE float2 scale_pair(int row, int block) const {
+    return *reinterpret_cast<const float2*>(&shared.scales[stage][row][8 * block + 2 * lane.quad]);
+  }
+
+  TSM_DEVICE void scale_scores(int row, WideScores& scores) const {
+#pragma unroll
+    for (int block = 0; block < kWideBlocks; ++block) {
+      const float2 scale = scale_pair(row, block);
+      scores[block][0] *= scale.x, scores[block][1] *= scale.y, scores[block][2] *= scale.x,
+          scores[block][3] *= scale.y;
+    }
+  }
+
+  // scores += more * scale * by_head
+  TSM_DEVICE void add_scaled(int row, const WideScores& more, float first, float second, WideScores& scores) const {
+#pragma unroll
+    for (int block = 0; block < kWideBlocks; ++block) {
+      const float2 scale = scale_pair(row, block);
+      scores[block][0] += more[block][0] * first * scale.x, scores[block][1] += more[block][1] * first * scale.y;
+      scores[block][2] += more[block][2] * second * scale.x, scores[block][3] += more[block][3] * second * scale.y;
+    }
+  }
+
+  // This warpgroup's part of the scores, in units of `factor`.
+  TSM_DEVICE void score(WideScores& scores) const {
+    constexpr bool kRopeAfterScale = Tile::kChunkScales && kBf16Rope;
+    WideScores more;
+    products_fence();
+    if constexpr (Tile::kChunkScales) {
+      multiply_latents<kHalfColumns / 2>(0, scores);
+      products_commit();
+      multiply_latents<kHalfColumns / 2>(kHalfColumns / 2, more);
+    } else {
+      multiply_latents<kHalfColumns>(0, scores);
+      if constexpr (kBf16Rope) multiply_rope(scores, true);
+      if constexpr (Tile::kRopeScale) multiply_rope(more, false);
+    }
+    products_commit();
+    products_wait<Tile::kChunkScales>();
+    pin(scores);
+    if constexpr (R::kHasScale) scale_scores(scale_row(), scores);
+    if constexpr (kRopeAfterScale) {
+      pin(scores);
+      products_fence();
+      multiply_rope(scores, true);
+      products_commit();
+    }
+    products_wait<0>();
+    if constexpr (kRopeAfterScale) pin(scores);
+    if constexpr (Tile::kChunkScales || Tile::kRopeScale) pin(more);
+    if constexpr (Tile::kChunkScales) add_scaled(scale_row() + 1, more, 1.0f, 1.0f, scores);
+    if constexpr (Tile::kRopeScale) add_scaled(Tile::kScaleRows, more, rope_factor[0], rope_factor[1], scores);
+  }
+
+  // Adds the other warpgroup's part: the same bits in both. A thread writes where it has read a tile before.
+  TSM_DEVICE void exchange(int tile, WideScores& scores) const {
+    const int thread = threadIdx.x % kWarpgroupThreads, mine = (half + tile) % 2;
+#pragma unroll
+    for (int block = 0; block < kWideBlocks; ++block) {
+      shared.scores[mine][block][thread] =
+          make_float4(scores[block][0], scores[block][1], scores[block][2], scores[block][3]);
+    }
+    named_barrier(kPairBarrier + warp, 64);
+#pragma unroll
+    for (int block = 0; block < kWideBlocks; ++block) {
+      const float4 other = shared.scores[mine ^ 1][block][thread];
+      scores[block][0] += other.x, scores[block][1] += other.y, scores[block][2] += other.z,
+          scores[block][3] += other.w;
+    }
+  }
+
+  TSM_DEVICE void mask_absent(WideScores& scores) const {
+    const uint32_t valid = shared.valid[stage][lane.quad];
+    if (valid == kAllValid) return;
+#pragma unroll
+    for (int block = 0; block < kWideBlocks; ++block) {
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        if (!(valid >> (2 * block + i % 2) & 1)) scores[block][i] = -INFINITY;
+      }
+    }
+  }
+
+  // The A operands of the values' products: weights times the scales of either chunk, or the two terms of a weight.
+  TSM_DEVICE void pack(const WideScores& w, WideWeights& weights) const {
+#pragma unroll
+    for (int block = 0; block < kWideBlocks; ++block) {
+      float2 scale = make_float2(1.0f, 1.0f), scale_of_second = scale;
+      if constexpr (R::kHasScale) scale = scale_pair(scale_row(), block);
+      if constexpr (Tile::kChunkScales) scale_of_second = scale_pair(scale_row() + 1, block);
+#pragma unroll
+      for (int h = 0; h < 2; ++h) {
+        const int step = block / 2, i = block % 2 * 2 + h;
+        const float low = w[block][2 * h], high = w[block][2 * h + 1];
+        pack_pair<kLayout>(low * scale.x, high * scale.y, step, i, weights);
+        if constexpr (Tile::kChunkScales) {
+          weights[1][step][i] = pack_fp16(low * scale_of_second.x, high * scale_of_second.y);
+        }
+      }
+    }
+  }
+
+  // How far the references must rise for the largest weight x scale of each head to be about 2 ** kPeakExponent.
+  TSM_DEVICE void excess_of(const WideScores& w, float (&excess)[2]) const {
+#pragma unroll
+    for (int h = 0; h < 2; ++h) {
+      // As logarithms: the products themselves may be too large.
+      float peak = -INFINITY;
+#pragma unroll
+      for (int block = 0; block < kWideBlocks; ++block) {
+        float2 scale = scale_pair(scale_row(), block);
+        if constexpr (Tile::kChunkScales) {
+          const float2 second = scale_pair(scale_row() + 1, block);
+          scale = make_float2(fmaxf(scale.x, second.x), fmaxf(scale.y, second.y));
+        }
+        peak = fmaxf(peak, __log2f(w[block][2 * h]) + __log2f(scale.x));
+        peak = fmaxf(peak, __log2f(w[block][2 * h + 1]) + __log2f(scale.y));
+      }
+      excess[h] = fmaxf(ceilf(quad_max(peak)) - kPeakExponent, 0.0f);
+    }
+  }
+
+  // From scores to weights and their operands.
+  TSM_DEVICE void weigh(WideScores& scores, Softmax& softmax, WideWeights& weights, WideSums& sums) const {
+    raise_maxima<kLayout>(scores, factor, softmax, sums);
+    float total[2] = {0.0f, 0.0f};
+#pragma unroll
+    for (int block = 0; block < kWideBlocks; ++block) {
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        scores[block][i] = weight_of(scores, factor, softmax, block, i);
+        total[i / 2] += scores[block][i];
+      }
+    }
+    softmax.sum[0] += total[0] * kSumFactor;
+    softmax.sum[1] += total[1] * kSumFactor;
+    pack(scores, weights);
+    if constexpr (R::kHasScale) {
+      if (__any_sync(~0u, outgrown(weights[0]) || (Tile::kChunkScales && outgrown(weights[1])))) {
+        float excess[2];
+        excess_of(scores, excess);
+        move_references(softmax.reference[0] + excess[0], softmax.reference[1] + excess[1], softmax, sums);
+#pragma unroll
+        for (int block = 0; block < kWideBlocks; ++block) {
+#pragma unroll
+          for (int i = 0; i < 4; ++i) scores[block][i] = times_exp2(scores[block][i], -excess[i / 2]);
+        }
+        pack(scores, weights);
+      }
+    }
+  }
+
+  TSM_DEVICE void add_values(const WideWeights& weights, WideSums& sums) const {
+    constexpr int kChunkColumns = kLatentColumns / kChunks, kChunkBlocks = kChunkLatents / 8;
+    const uint32_t values = shared_address(shared.tiles[stage][half * kHalfColumns]);
+    pin(sums);
+    products_fence();
+#pragma unroll
+    for (int term = 0; term < R::kWeightTerms; ++term) {
+#pragma unroll
+      for (int step = 0; step < kWideSteps; ++step) {
+        multiply_values_64<Latent, 0>(sums, weights[term][step], across_rows(values, 0, step));
+        multiply_values_64<Latent, kChunkBlocks>(sums, weights[Tile::kChunkScales ? 1 : term][step],
+                                                 across_rows(values, kChunkColumns * kTileColumnBytes, step));
+      }
+    }
+    products_commit();
+    products_wait<0>();
+    pin(sums);
+  }
+
+  TSM_DEVICE void attend(int tiles, Softmax& softmax, WideSums& sums) {
+    for (int tile = 0; tile < tiles; ++tile) {
+      stage = tile % kWideStages;
+      barrier_wait(shared_address(&shared.full[stage]), tile / kWideStages % 2);
+      WideScores scores;
+      score(scores);
+      exchange(tile, scores);
+      mask_absent(scores);
+      WideWeights weights;
+      weigh(scores, softmax, weights, sums);
+      add_values(weights, sums);
+      if (lane.index == 0) barrier_arrive(shared_address(&shared.empty[stage]));
+    }
+  }
+};
+
+// ---- results
+
+// Four lanes' four words each, transposed.
+TSM_DEVICE void transpose_quad(uint32_t (&words)[4], int quad) {
+#pragma unroll
+  for (int distance = 1; distance <= 2; distance *= 2) {
+    const bool upper = quad & distance;
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      if (i & distance) continue;
+      const uint32_t received = __shfl_xor_sync(~0u, upper ? words[i] : words[i + distance], distance);
+      (upper ? words[i] : words[i + distance]) = received;
+    }
+  }
+}
+
+// Writes one head's 128 latents of a chunk, times `factor`: blocks kFirst on of half `h` of the sums.
+template <int kFirst>
+TSM_DEVICE void store_chunk(void* out, FloatType type, int64_t at, bool present, int h, float factor, const Lane& lane,
+                            const WideSums& sums) {
+  constexpr int kBlocks = kChunkLatents / 8;
+  if (type == FloatType::kFp32) {
+    if (!present) return;
+#pragma unroll
+    for (int block = 0; block < kBlocks; ++block) {
+      const float (&x)[4] = sums[kFirst + block];
+      const float pair[2] = {x[2 * h] * factor, x[2 * h + 1] * factor};
+      store_numbers(out, type, at + 8 * block + 2 * lane.quad, pair);
+    }
+    return;
+  }
+  const bool bf16 = type == FloatType::kBf16;
+#pragma unroll
+  for (int block = 0; block < kBlocks; block += 4) {
+    uint32_t words[4];
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      const float (&x)[4] = sums[kFirst + block + i];
+      const float low = x[2 * h] * factor, high = x[2 * h + 1] * factor;
+      words[i] = bf16 ? pack_bf16(low, high) : pack_fp16(low, high);
+    }
+    transpose_quad(words, lane.quad);
+    if (!present) continue;
+    uint16_t* target = static_cast<uint16_t*>(out) + at + 8 * block + 8 * lane.quad;
+    *reinterpret_cast<uint4*>(target) = make_uint4(words[0], words[1], words[2], words[3]);
+  }
+}
+
+template <int kFirst>
+TSM_DEVICE float peak_of_chunk(int h, const WideSums& sums) {
+  float peak = 0.0f;
+#pragma unroll
+  for (int block = 0; block < kChunkLatents / 8; ++block) {
+    peak = fmaxf(peak, fmaxf(fabsf(sums[kFirst + block][2 * h]), fabsf(sums[kFirst + block][2 * h + 1])));
+  }
+  return quad_max(peak);
+}
+
+// One head's half of the latents, normalised, to the partial results or to the output.
+template <int kLayout>
+TSM_DEVICE void store_head(const AttendParams& p, const WidePart& part, int half, int head, int h, const Lane& lane,
+                           const Softmax& softmax, const WideSums& sums) {
+  constexpr int kSecond = kChunkLatents / 8;
+  constexpr float kFactor = (1 << Records<kLayout>::kValueExponent) * kSumFactor;
+  const float total = quad_sum(softmax.sum[h]);
+  const bool present = head < p.heads;
+  const float inverse = total == 0.0f ? 0.0f : kFactor / total;
+  const float lse_log2 = total == 0.0f ? -INFINITY : softmax.reference[h] + kSumExponent + __log2f(total);
+  const bool writes_lse = half == 0 && lane.quad == 0 && present;
+  const int chunk = 2 * half;
+  if (p.splits > 1) {
+    const int64_t result = (part.row * p.splits + part.split) * p.heads + head;
+    const int64_t at = result * kLatentDim + chunk * kChunkLatents;
+    const Unit first = unit_of(peak_of_chunk<0>(h, sums) * inverse);
+    const Unit second = unit_of(peak_of_chunk<kSecond>(h, sums) * inverse);
+    if (lane.quad == 0 && present) {
+      p.partials.units[result * kChunks + chunk] = first.unit;
+      p.partials.units[result * kChunks + chunk + 1] = second.unit;
+    }
+    if (writes_lse) p.partials.lse_log2[result] = lse_log2;
+    store_chunk<0>(p.partials.latents, FloatType::kFp16, at, present, h, inverse * first.inverse, lane, sums);
+    store_chunk<kSecond>(p.partials.latents, FloatType::kFp16, at + kChunkLatents, present, h, inverse * second.inverse,
+                         lane, sums);
+  } else {
+    const int64_t result = part.row * p.heads + head;
+    const int64_t at = result * kLatentDim + chunk * kChunkLatents;
+    const float lse = lse_log2 * kLn2;
+    if (writes_lse) p.lse[result] = lse;
+    const float share = total == 0.0f || !present ? 0.0f : sink_factor(p.sink, head, lse);
+    store_chunk<0>(p.out, p.out_type, at, present, h, inverse * share, lane, sums);
+    store_chunk<kSecond>(p.out, p.out_type, at + kChunkLatents, present, h, inverse * share, lane, sums);
+  }
+}
+
+template <int kLayout, class QueryT>
+__global__ void __launch_bounds__(kWideThreads, 1) attend_wide_kernel(const __grid_constant__ AttendParams p) {
+  using Shared = WideSharedMemory<kLayout, QueryT>;
+  auto& shared = *reinterpret_cast<Shared*>(dynamic_shared_memory());
+  if (threadIdx.x == 0) {
+    for (int i = 0; i < kWideStages; ++i) {
+      barrier_init(shared_address(&shared.full[i]), kWarpgroupWarps);
+      barrier_init(shared_address(&shared.empty[i]), 2 * kWarpgroupWarps);
+    }
+    fence_barrier_init();
+  }
+  launch_dependents();
+  __syncthreads();
+  wait_for_predecessors();
+
+  if (threadIdx.x >= kWideConsumerThreads) {
+    keep_registers<80>();
+    const WidePart part(p);
+    const int warp = (threadIdx.x - kWideConsumerThreads) / 32;
+    Unpacker<kLayout, Shared>{p, part, shared, warp, static_cast<int>(threadIdx.x % 32)}.run();
+  } else {
+    take_registers<216>();
+    const WidePart part(p);
+    WideConsumer<kLayout, QueryT, Shared> consumer(shared);
+    Softmax softmax;
+    WideSums sums = {};
+    if (part.tiles() > 0) {
+      store_queries<kLayout, QueryT>(p, part, shared);
+      fence_async_proxy();
+      named_barrier(kConsumersBarrier, kWideConsumerThreads);
+      consumer.read_factors();
+      consumer.attend(part.tiles(), softmax, sums);
+    }
+#pragma unroll
+    for (int h = 0; h < 2; ++h) {
+      const int head = part.head_tile * kWideHeads + consumer.head_of(h);
+      store_head<kLayout>(p, part, consumer.half, head, h, consumer.lane, softmax, sums);
+    }
+  }
+}
+
+}  // namespace torch_sparse_mla::sm90
