@@ -524,34 +524,35 @@ TSM_DEVICE void store_head(const AttendParams& p, const WidePart& part, int half
                            const Softmax& softmax, const WideSums& sums) {
   constexpr int kSecond = kChunkLatents / 8;
   constexpr float kFactor = (1 << Records<kLayout>::kValueExponent) * kSumFactor;
+  const bool present = head < p.heads, writes_lse = half == 0 && lane.quad == 0 && present;
   const float total = quad_sum(softmax.sum[h]);
-  const bool present = head < p.heads;
-  const float inverse = total == 0.0f ? 0.0f : kFactor / total;
   const float lse_log2 = total == 0.0f ? -INFINITY : softmax.reference[h] + kSumExponent + __log2f(total);
-  const bool writes_lse = half == 0 && lane.quad == 0 && present;
-  const int chunk = 2 * half;
+  float first = total == 0.0f ? 0.0f : kFactor / total, second = first;
+  void* out = p.out;
+  FloatType type = p.out_type;
+  int64_t result = part.row * p.heads + head;
   if (p.splits > 1) {
-    const int64_t result = (part.row * p.splits + part.split) * p.heads + head;
-    const int64_t at = result * kLatentDim + chunk * kChunkLatents;
-    const Unit first = unit_of(peak_of_chunk<0>(h, sums) * inverse);
-    const Unit second = unit_of(peak_of_chunk<kSecond>(h, sums) * inverse);
+    result += (part.row * (p.splits - 1) + part.split) * p.heads;
+    out = p.partials.latents;
+    type = FloatType::kFp16;
+    const Unit unit_of_first = unit_of(peak_of_chunk<0>(h, sums) * first);
+    const Unit unit_of_second = unit_of(peak_of_chunk<kSecond>(h, sums) * second);
     if (lane.quad == 0 && present) {
-      p.partials.units[result * kChunks + chunk] = first.unit;
-      p.partials.units[result * kChunks + chunk + 1] = second.unit;
+      float* units = p.partials.units + result * kChunks + 2 * half;
+      units[0] = unit_of_first.unit, units[1] = unit_of_second.unit;
     }
     if (writes_lse) p.partials.lse_log2[result] = lse_log2;
-    store_chunk<0>(p.partials.latents, FloatType::kFp16, at, present, h, inverse * first.inverse, lane, sums);
-    store_chunk<kSecond>(p.partials.latents, FloatType::kFp16, at + kChunkLatents, present, h, inverse * second.inverse,
-                         lane, sums);
+    first *= unit_of_first.inverse, second *= unit_of_second.inverse;
   } else {
-    const int64_t result = part.row * p.heads + head;
-    const int64_t at = result * kLatentDim + chunk * kChunkLatents;
     const float lse = lse_log2 * kLn2;
     if (writes_lse) p.lse[result] = lse;
+    // Zero where nothing was attended to: the sink's share would be NaN.
     const float share = total == 0.0f || !present ? 0.0f : sink_factor(p.sink, head, lse);
-    store_chunk<0>(p.out, p.out_type, at, present, h, inverse * share, lane, sums);
-    store_chunk<kSecond>(p.out, p.out_type, at + kChunkLatents, present, h, inverse * share, lane, sums);
+    first *= share, second *= share;
   }
+  const int64_t at = result * kLatentDim + 2 * half * kChunkLatents;
+  store_chunk<0>(out, type, at, present, h, first, lane, sums);
+  store_chunk<kSecond>(out, type, at + kChunkLatents, present, h, second, lane, sums);
 }
 
 template <int kLayout, class QueryT>

@@ -39,8 +39,10 @@ TSM_DEVICE float times_exp2(float x, float exponent) {
 template <int kSums>
 TSM_DEVICE void move_references(float first, float second, Softmax& softmax, float (&sums)[kSums][4]) {
   const float kept[2] = {exp2_fast(softmax.reference[0] - first), exp2_fast(softmax.reference[1] - second)};
+  // Sums of weights are of one magnitude whatever the scales were, and so are not lost where those grow by any factor.
+  softmax.sum[0] = times_exp2(softmax.sum[0], softmax.reference[0] - first);
+  softmax.sum[1] = times_exp2(softmax.sum[1], softmax.reference[1] - second);
   softmax.reference[0] = first, softmax.reference[1] = second;
-  softmax.sum[0] *= kept[0], softmax.sum[1] *= kept[1];
 #pragma unroll
   for (int n = 0; n < kSums; ++n) {
     sums[n][0] *= kept[0], sums[n][1] *= kept[0], sums[n][2] *= kept[1], sums[n][3] *= kept[1];

@@ -86,7 +86,10 @@ def pointer(tensor: torch.Tensor | None) -> int | None:
 
 
 def run(function, case: DecodeCase, wide: bool = False) -> tuple[torch.Tensor, torch.Tensor]:
-    """Emulate the case on the CPU, in the wide form where that is asked for and there is one. Raises RuntimeError with what the emulator or the launcher has to say."""
+    """Emulate the case on the CPU. Raises RuntimeError with what the emulator or the launcher has to say.
+
+    `wide`: in the wide form, where the head count has one.
+    """
     rows, heads, _ = case.q.shape
     size = case.workspace.numel()
     workspace = torch.full((size + GUARD_BYTES,), POISON_BYTE, dtype=torch.uint8)

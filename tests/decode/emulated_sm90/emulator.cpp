@@ -63,6 +63,7 @@ struct Block {
   std::vector<ucontext_t> fibers;
   std::vector<std::vector<char>> stacks;
   std::vector<bool> done;
+  std::vector<const std::function<bool()>*> waits_for;  // null: it can go on
   std::vector<Warp> warps;
   std::map<int, Gathering> gatherings;
   std::map<uint32_t, Barrier> barriers;
@@ -84,9 +85,12 @@ void give_way() {
   swapcontext(&block->fibers[self], &block->scheduler);
 }
 
-template <class Done>
-void wait_until(const Done& done) {
-  while (!done()) give_way();
+void wait_until(const std::function<bool()>& done) {
+  if (!done()) {
+    block->waits_for[block->current] = &done;
+    give_way();
+    block->waits_for[block->current] = nullptr;
+  }
   block->progress = true;
 }
 
@@ -195,6 +199,7 @@ void run_block(uint32_t index, int threads, size_t shared, void (*thread)(void*)
   here.fibers.resize(threads);
   here.stacks.assign(threads, std::vector<char>(kStackBytes));
   here.done.assign(threads, false);
+  here.waits_for.assign(threads, nullptr);
   here.warps.resize(threads / 32);
   here.shared = shared;
   here.thread = thread;
@@ -215,6 +220,7 @@ void run_block(uint32_t index, int threads, size_t shared, void (*thread)(void*)
       const int next = (i + shift) % threads;
       if (here.done[next]) continue;
       all_done = false;
+      if (here.waits_for[next] && !(*here.waits_for[next])()) continue;
       here.current = next;
       threadIdx = {static_cast<uint32_t>(next)};
       swapcontext(&here.scheduler, &here.fibers[next]);
