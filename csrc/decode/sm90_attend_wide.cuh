@@ -19,6 +19,10 @@ inline constexpr int kWarpgroupThreads = 128;
 inline constexpr int kWarpgroupWarps = 4;
 inline constexpr int kWideConsumerThreads = 2 * kWarpgroupThreads;
 inline constexpr int kWideThreads = kWideConsumerThreads + kWarpgroupThreads;
+// Of a thread, once the warpgroups have shared a block's registers out anew.
+inline constexpr int kProducerRegisters = 80;
+inline constexpr int kConsumerRegisters = 216;
+static_assert(kProducerRegisters + 2 * kConsumerRegisters <= 65536 / kWarpgroupThreads);
 inline constexpr int kWideStages = 2;
 inline constexpr int kTokensPerUnpacker = kWideTokens / kWarpgroupWarps;
 inline constexpr uint32_t kAllValid = (1u << kTokensPerUnpacker) - 1;
@@ -571,12 +575,12 @@ __global__ void __launch_bounds__(kWideThreads, 1) attend_wide_kernel(const __gr
   wait_for_predecessors();
 
   if (threadIdx.x >= kWideConsumerThreads) {
-    keep_registers<80>();
+    keep_registers<kProducerRegisters>();
     const WidePart part(p);
     const int warp = (threadIdx.x - kWideConsumerThreads) / 32;
     Unpacker<kLayout, Shared>{p, part, shared, warp, static_cast<int>(threadIdx.x % 32)}.run();
   } else {
-    take_registers<216>();
+    take_registers<kConsumerRegisters>();
     const WidePart part(p);
     WideConsumer<kLayout, QueryT, Shared> consumer(shared);
     Softmax softmax;

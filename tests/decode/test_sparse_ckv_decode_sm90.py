@@ -69,8 +69,8 @@ def attend_cuda(request, monkeypatch):
 def attend_of(request, monkeypatch) -> Attend:
     wide = request.param.endswith("-wide")
     if request.param.startswith("emulated"):
-        function = request.getfixturevalue("emulator")
-        return Attend(lambda case: emulated_sm90.run(function, with_outputs(case, case.out.dtype), wide), wide)
+        emulator = request.getfixturevalue("emulator")
+        return Attend(lambda case: emulated_sm90.run(emulator, with_outputs(case, case.out.dtype), wide), wide)
     monkeypatch.setenv("TORCH_SPARSE_MLA_NATIVE", "wide" if wide else "1")
     return Attend(lambda case: decode("op-cuda", case), wide)
 

@@ -5,6 +5,7 @@
 
 #include <array>
 #include <map>
+#include <memory>
 #include <random>
 #include <stdexcept>
 #include <string>
@@ -61,7 +62,6 @@ struct Copy {
 
 struct Block {
   std::vector<ucontext_t> fibers;
-  std::vector<std::vector<char>> stacks;
   std::vector<bool> done;
   std::vector<const std::function<bool()>*> waits_for;  // null: it can go on
   std::vector<Warp> warps;
@@ -197,7 +197,9 @@ void run_block(uint32_t index, int threads, size_t shared, void (*thread)(void*)
   block = &here;
   std::memset(shared_bytes, 0xFF, sizeof(shared_bytes));
   here.fibers.resize(threads);
-  here.stacks.assign(threads, std::vector<char>(kStackBytes));
+  // Kept from block to block, and never cleared: that would take longer than most blocks run.
+  static std::vector<std::unique_ptr<char[]>> stacks;
+  while (stacks.size() < static_cast<size_t>(threads)) stacks.emplace_back(new char[kStackBytes]);
   here.done.assign(threads, false);
   here.waits_for.assign(threads, nullptr);
   here.warps.resize(threads / 32);
@@ -206,7 +208,7 @@ void run_block(uint32_t index, int threads, size_t shared, void (*thread)(void*)
   here.argument = argument;
   for (int i = 0; i < threads; ++i) {
     getcontext(&here.fibers[i]);
-    here.fibers[i].uc_stack.ss_sp = here.stacks[i].data();
+    here.fibers[i].uc_stack.ss_sp = stacks[i].get();
     here.fibers[i].uc_stack.ss_size = kStackBytes;
     makecontext(&here.fibers[i], fiber_main, 0);
   }
