@@ -19,10 +19,12 @@ inline constexpr int kWarpgroupThreads = 128;
 inline constexpr int kWarpgroupWarps = 4;
 inline constexpr int kWideConsumerThreads = 2 * kWarpgroupThreads;
 inline constexpr int kWideThreads = kWideConsumerThreads + kWarpgroupThreads;
-// Of a thread, once the warpgroups have shared a block's registers out anew.
-inline constexpr int kProducerRegisters = 80;
+// Of a thread, once the warpgroups have shared out anew what the block was launched with. A warpgroup that asks for
+// more than is left waits for ever.
+inline constexpr int kLaunchRegisters = 65536 / kWideThreads / 8 * 8;
+inline constexpr int kProducerRegisters = 72;
 inline constexpr int kConsumerRegisters = 216;
-static_assert(kProducerRegisters + 2 * kConsumerRegisters <= 65536 / kWarpgroupThreads);
+static_assert(kProducerRegisters + 2 * kConsumerRegisters <= 3 * kLaunchRegisters);
 inline constexpr int kWideStages = 2;
 inline constexpr int kTokensPerUnpacker = kWideTokens / kWarpgroupWarps;
 inline constexpr uint32_t kAllValid = (1u << kTokensPerUnpacker) - 1;
@@ -169,16 +171,16 @@ struct Unpacker {
     for (int tile = 0; tile < tiles; ++tile) {
       const int stage = tile % kWideStages;
       const uint32_t target = shared_address(shared.tiles[stage]);
-      const uint32_t valid = __ballot_sync(~0u, slot < p.num_slots);
-      Rest rest;
-      load_rest(slot, rest);
 #pragma unroll 1
       for (int first = 0; first < kPairs; first += kBatch) {
         Latents latents[kBatch][2];
         load(slot, first, latents);
         if (first == 0) {
+          Rest rest;
+          load_rest(slot, rest);
           if (next < p.num_slots) prefetch_to_l2(record_of(p, next, R::kBytes), R::kBytes);
           barrier_wait(shared_address(&shared.empty[stage]), (tile / kWideStages + 1) % 2);
+          const uint32_t valid = __ballot_sync(~0u, slot < p.num_slots);
           if (lane == 0) shared.valid[stage][warp] = static_cast<uint16_t>(valid);
           store_rest(stage, target, rest);
         }
@@ -415,7 +417,7 @@ struct WideConsumer {
     softmax.sum[1] += total[1] * kSumFactor;
     pack(scores, weights);
     if constexpr (R::kHasScale) {
-      if (__any_sync(~0u, outgrown(weights[0]) || (Tile::kChunkScales && outgrown(weights[1])))) {
+      if (__any_sync(~0u, outgrown(weights[0]) | (Tile::kChunkScales && outgrown(weights[1])))) {
         float excess[2];
         excess_of(scores, excess);
         move_references(softmax.reference[0] + excess[0], softmax.reference[1] + excess[1], softmax, sums);

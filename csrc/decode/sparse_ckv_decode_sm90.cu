@@ -226,6 +226,7 @@ const char* sm90_unsupported(const SparseCkvDecode& call, int device) {
   if (capability_of(device) != 90) return "the GPU is not sm_90";
   if (call.q_type == FloatType::kFp32) return "float32 queries";
   if (call.q_type == FloatType::kFp16 && call.layout.latent == Storage::kBf16) return "float16 queries, bf16 records";
+  if (reinterpret_cast<uintptr_t>(call.out) % 16 != 0) return "an output that is not aligned to 16 bytes";
   const float scale = static_cast<float>(call.softmax_scale * 1.4426950408889634);
   if (!(scale >= FLT_MIN && scale <= FLT_MAX)) return "a softmax scale that is not a positive normal number";
   return nullptr;

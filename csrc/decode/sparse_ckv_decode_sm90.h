@@ -12,7 +12,8 @@
 
 namespace torch_sparse_mla {
 
-// Why these kernels cannot take a call, or null when they can. A function of static arguments and the device alone.
+// Why these kernels cannot take a call, or null when they can. A function of static arguments, addresses and the device
+// alone.
 const char* sm90_unsupported(const SparseCkvDecode& call, int device);
 
 // Head counts from here on have a wide form. It is not the default: it has never been measured.

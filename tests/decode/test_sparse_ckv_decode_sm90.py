@@ -383,3 +383,22 @@ def strided(case: DecodeCase, shift: int) -> DecodeCase:
 def test_queries_at_any_alignment_give_the_same_bits(attend, layout, shift):
     case = make_case(rows=2, heads=attend.heads(5), topk=40, layout=layout)
     assert_same_bits(attend(strided(case, shift)), attend(case))
+
+
+def with_misaligned_out(case: DecodeCase) -> DecodeCase:
+    storage = torch.full((case.out.numel() + 1,), torch.nan, dtype=case.out.dtype, device=case.out.device)
+    return dataclasses.replace(case, out=storage[1:].view(case.out.shape))
+
+
+@pytest.mark.parametrize("wide", [False, True])
+def test_misaligned_outputs_are_left_to_triton(emulator, wide):
+    case = with_misaligned_out(make_case(rows=1, heads=33, topk=20))
+    with pytest.raises(RuntimeError, match="an output that is not aligned to 16 bytes"):
+        emulated_sm90.run(emulator, case, wide)
+
+
+def test_misaligned_outputs_are_written(attend_cuda):
+    case = make_case(rows=3, heads=attend_cuda.heads(5), topk=200)
+    moved = with_misaligned_out(case.to("cuda"))
+    call("op-cuda", "sparse_ckv_decode", moved.args())
+    assert_accurate(case, moved.out.cpu(), moved.lse.cpu(), 3e-3)

@@ -103,7 +103,7 @@ OPS: dict[str, Op] = {
             splitting=True,
             native_cuda=(
                 "bfloat16 queries with every layout and float16 queries with quantised layouts, under a positive "
-                "softmax scale"
+                "softmax scale, where 'out' is aligned to 16 bytes"
             ),
             native_cuda_wide="33 heads and more in blocks of 64, by wgmma (not measured yet, so not the default)",
         ),

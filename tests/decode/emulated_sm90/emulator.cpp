@@ -73,6 +73,7 @@ struct Block {
   bool progress = false;
   std::string error;
   size_t shared = 0;
+  int registers = 0;  // that threads asked for in all
   void (*thread)(void*) = nullptr;
   void* argument = nullptr;
 };
@@ -233,6 +234,8 @@ void run_block(uint32_t index, int threads, size_t shared, void (*thread)(void*)
     if (!all_done && !here.progress && !waits_for_copies) throw std::logic_error("every thread of the block waits");
   }
   if (!here.copies.empty()) throw std::logic_error("a block ended before its copies");
+  // What a block was launched with is all that its threads can share out.
+  if (here.registers > 65536 / threads / 8 * 8 * threads) throw std::logic_error("more registers than the block has");
   end_products();
 }
 
@@ -274,6 +277,11 @@ uint16_t fp16_bits(float x) {
 }
 
 namespace torch_sparse_mla::sm90 {
+
+void set_registers(int count) {
+  if (count % 8 || count < 24 || count > 240) throw std::logic_error("no count of registers");
+  block->registers += count;
+}
 
 void barrier_init(uint32_t at, int arrivals) { block->barriers[at] = {arrivals, arrivals, 0, 0}; }
 

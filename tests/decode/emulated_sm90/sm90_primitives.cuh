@@ -42,10 +42,15 @@ void fence_async_proxy();
 inline void named_barrier(int id, int threads) { block_barrier(id, threads); }
 inline void launch_dependents() {}
 inline void wait_for_predecessors() {}
-template <int>
-void keep_registers() {}
-template <int>
-void take_registers() {}
+void set_registers(int count);
+template <int kCount>
+void keep_registers() {
+  set_registers(kCount);
+}
+template <int kCount>
+void take_registers() {
+  set_registers(kCount);
+}
 
 struct Matrices {
   uint32_t r[4];
