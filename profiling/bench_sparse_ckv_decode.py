@@ -22,13 +22,13 @@ from profiling.peers import PEERS
 from profiling.shapes import DecodeShape
 from profiling.timing import Contender, poison
 from torch_sparse_mla.decode import reference
+from torch_sparse_mla.decode.contract import FEWEST_WIDE_HEADS
 from torch_sparse_mla.records import LATENT_DIM
 
 BENCH = "sparse_ckv_decode"
 INVARIANT_SUFFIX = "-batch-invariant"
 OURS_ON_CUDA = ("triton", "native-cuda")
 WIDE = "native-cuda-wide"  # the form that is asked for, from 33 heads on
-FEWEST_WIDE_HEADS = 33
 IMPLS = (
     *OURS_ON_CUDA,
     WIDE,
@@ -109,12 +109,14 @@ def _in_wide_form(operator):
     """The operator under TORCH_SPARSE_MLA_NATIVE=wide, which is looked at when it is called or captured."""
 
     def call(*arguments: object) -> None:
-        before = os.environ.get("TORCH_SPARSE_MLA_NATIVE", "1")
+        before = os.environ.get("TORCH_SPARSE_MLA_NATIVE")
         os.environ["TORCH_SPARSE_MLA_NATIVE"] = "wide"
         try:
             operator(*arguments)
         finally:
-            os.environ["TORCH_SPARSE_MLA_NATIVE"] = before
+            del os.environ["TORCH_SPARSE_MLA_NATIVE"]
+            if before is not None:
+                os.environ["TORCH_SPARSE_MLA_NATIVE"] = before
 
     return call
 

@@ -16,11 +16,9 @@ namespace torch_sparse_mla {
 // alone.
 const char* sm90_unsupported(const SparseCkvDecode& call, int device);
 
-// Head counts from here on have a wide form. It is not the default: it has never been measured.
-inline constexpr int kFewestWideHeads = 33;
-
 // Enqueues a call on `stream`; every pointer in `call` is device memory. `workspace` is as workspace.h says. `wide`:
-// the wide form, where the heads have one. Throws std::runtime_error when a launch fails.
+// the wide form, from kFewestWideHeads heads on; not the default, because it has never been measured. Throws
+// std::runtime_error when a launch fails.
 void sparse_ckv_decode_sm90(const SparseCkvDecode& call, void* workspace, bool batch_invariant, bool wide, int device,
                             void* stream);
 

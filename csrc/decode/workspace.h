@@ -14,12 +14,26 @@ inline constexpr int64_t kInvariantTokensPerSplit = 256;
 inline constexpr int64_t kMaxPrograms = 264;
 inline constexpr int64_t kInvariantProgramsPerLaunch = 1024;
 
+// The wide form of the sm_90 kernels.
+inline constexpr int64_t kFewestWideHeads = 33;
+inline constexpr int64_t kWideHeadsPerTile = 64;
+inline constexpr int64_t kWideTokensPerTile = 48;
+inline constexpr int64_t kMaxWidePrograms = 132;
+inline constexpr int64_t kWidePartBytes = kLatentDim * 2 + 5 * 4;  // fp16 latents, four units, an lse
+
 inline int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
 inline int64_t num_splits(int64_t rows, int64_t heads, int64_t topk, bool batch_invariant) {
   if (batch_invariant) return ceil_div(topk, kInvariantTokensPerSplit);
   const int64_t programs = std::max<int64_t>(rows * ceil_div(heads, kHeadsPerTile), 1);
   return std::min(std::max<int64_t>(kMaxPrograms / programs, 1), ceil_div(topk, kTokensPerWorkspaceTile));
+}
+
+// Parts that the wide form makes of a row at most.
+inline int64_t max_wide_splits(int64_t rows, int64_t heads, int64_t topk) {
+  if (heads < kFewestWideHeads) return 1;
+  const int64_t programs = std::max<int64_t>(rows * ceil_div(heads, kWideHeadsPerTile), 1);
+  return std::max<int64_t>(std::min(kMaxWidePrograms / programs, ceil_div(topk, kWideTokensPerTile)), 1);
 }
 
 // How an attention kernel of sm_90 cuts its work up, and the clocks that it takes.
@@ -32,9 +46,8 @@ struct Sm90Blocks {
 };
 // Fitted to times measured on an H200 at 1 to 128 rows.
 inline constexpr Sm90Blocks kSm90Narrow = {kHeadsPerTile, 32, 2, 1350, 45};
-// Not measured: the clocks of a tile are a prediction, those of a merge are by its bytes.
-inline constexpr Sm90Blocks kSm90Wide = {64, 48, 1, 2600, 180};
-inline constexpr int64_t kSm90PartBytes = kLatentDim * 2 + 5 * 4;  // fp16 latents, four units, an lse
+// Not measured: the clocks of a tile are a prediction; a part is 66 KB, written and read at 4 TB/s.
+inline constexpr Sm90Blocks kSm90Wide = {kWideHeadsPerTile, kWideTokensPerTile, 1, 2600, 60};
 
 // Parts of at most `limit`: the fewest clocks by a count of waves over the multiprocessors of an H200.
 inline int64_t fewest_clocks(const Sm90Blocks& kernel, int64_t rows, int64_t heads, int64_t topk, int64_t limit) {
@@ -51,14 +64,12 @@ inline int64_t fewest_clocks(const Sm90Blocks& kernel, int64_t rows, int64_t hea
   return best;
 }
 
-// Parts of the sm_90 kernels, as many as the workspace has room for at most. It is sized for num_splits parts in fp32:
-// the narrow kernel keeps to that number, the wide one has fewer blocks and needs the rest of the room.
+// Parts of the sm_90 kernels, as many as the workspace has room for at most.
 inline int64_t sm90_splits(int64_t rows, int64_t heads, int64_t topk, bool batch_invariant, bool wide) {
   const int64_t splits = num_splits(rows, heads, topk, batch_invariant);
   if (batch_invariant) return splits;
-  if (!wide) return fewest_clocks(kSm90Narrow, rows, heads, topk, splits);
-  const int64_t fitting = splits == 1 ? 1 : splits * (kLatentDim + 1) * 4 / kSm90PartBytes;
-  return fewest_clocks(kSm90Wide, rows, heads, topk, fitting);
+  if (wide) return fewest_clocks(kSm90Wide, rows, heads, topk, max_wide_splits(rows, heads, topk));
+  return fewest_clocks(kSm90Narrow, rows, heads, topk, splits);
 }
 
 inline int64_t rows_per_launch(int64_t rows, int64_t heads, int64_t topk, bool batch_invariant) {
@@ -69,8 +80,10 @@ inline int64_t rows_per_launch(int64_t rows, int64_t heads, int64_t topk, bool b
 
 inline int64_t sparse_ckv_decode_workspace_bytes(int64_t rows, int64_t heads, int64_t topk, bool batch_invariant) {
   const int64_t splits = num_splits(rows, heads, topk, batch_invariant);
-  if (splits == 1) return 0;
-  return rows_per_launch(rows, heads, topk, batch_invariant) * splits * heads * (kLatentDim + 1) * 4;
+  const int64_t wide_splits = batch_invariant ? 1 : max_wide_splits(rows, heads, topk);
+  const int64_t launched = rows_per_launch(rows, heads, topk, batch_invariant);
+  const int64_t size = splits > 1 ? launched * splits * heads * (kLatentDim + 1) * 4 : 0;
+  return wide_splits > 1 ? std::max(size, rows * wide_splits * heads * kWidePartBytes) : size;
 }
 
 }  // namespace torch_sparse_mla

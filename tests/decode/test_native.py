@@ -17,7 +17,7 @@ import torch
 
 from torch_sparse_mla import LAYOUTS, dequantise_records, explain, sparse_ckv_decode_workspace_bytes
 from torch_sparse_mla._ops import native_error, native_library
-from torch_sparse_mla.decode.contract import MAX_HEADS, MAX_TOPK, num_splits
+from torch_sparse_mla.decode.contract import MAX_HEADS, MAX_TOPK, max_wide_splits, num_splits
 
 from .cases import DecodeCase, assert_accurate, assert_close_to, assert_same_bits, call, decode, make_case, with_outputs
 from .rejections import assert_untouched, snapshot
@@ -324,6 +324,7 @@ def test_the_sm90_kernels_fit_the_workspace(library):
         assert 1 <= parts(*sizes, False, False) <= num_splits(*sizes, False), sizes
         wide = parts(*sizes, False, True)
         assert wide == 1 or 1 < wide <= size / (sizes[0] * sizes[1] * part_bytes), sizes
+        assert wide <= max_wide_splits(*sizes), sizes
         assert parts(*sizes, True, False) == parts(*sizes, True, True) == num_splits(*sizes, True)
     # Measured as the fastest on one H200, with 16 heads and K = 2048.
     assert [parts(r, 16, 2048, False, False) for r in (1, 2, 4, 8, 16, 32, 64, 128)] == [32, 32, 16, 16, 8, 4, 2, 1]
