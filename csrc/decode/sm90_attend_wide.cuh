@@ -461,6 +461,7 @@ struct WideConsumer {
       WideWeights weights;
       weigh(scores, softmax, weights, sums);
       add_values(weights, sums);
+      __syncwarp();
       if (lane.index == 0) barrier_arrive(shared_address(&shared.empty[stage]));
     }
   }

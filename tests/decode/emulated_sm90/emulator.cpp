@@ -215,6 +215,8 @@ void run_block(uint32_t index, int threads, size_t shared, void (*thread)(void*)
   }
   begin_products(threads);
   blockIdx = {index};
+  // In one block of two a warp lags behind, so that others run into what it has not read yet.
+  const int slow_warp = random_number() % (2 * here.warps.size());
   for (bool all_done = false; !all_done;) {
     all_done = true;
     here.progress = false;
@@ -224,6 +226,10 @@ void run_block(uint32_t index, int threads, size_t shared, void (*thread)(void*)
       if (here.done[next]) continue;
       all_done = false;
       if (here.waits_for[next] && !(*here.waits_for[next])()) continue;
+      if (next / 32 == slow_warp && random_number() % 8) {
+        here.progress = true;
+        continue;
+      }
       here.current = next;
       threadIdx = {static_cast<uint32_t>(next)};
       swapcontext(&here.scheduler, &here.fibers[next]);
