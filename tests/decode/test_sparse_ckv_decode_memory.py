@@ -82,7 +82,7 @@ def test_a_contiguous_cache(implementation):
     )
 
 
-def far_case(device: str, span: int, page_stride: int, page_size: int) -> tuple[DecodeCase, DecodeCase]:
+def far_case(device: str, span: int, page_stride: int, page_size: int, heads: int = 3) -> tuple[DecodeCase, DecodeCase]:
     """A case with slots on both sides of `span` bytes, and the same records in a small cache."""
     record_bytes = LAYOUTS["fp8_ds_mla"].record_bytes
     pages = span // page_stride + 3
@@ -90,7 +90,7 @@ def far_case(device: str, span: int, page_stride: int, page_size: int) -> tuple[
     storage = torch.empty(pages * page_stride, dtype=torch.uint8, device=device)
     cache = storage.as_strided((pages, page_size, record_bytes), (page_stride, record_bytes, 1))
     far_slots = torch.tensor([0, span // page_stride * page_size + page_size, pages * page_size - 1])
-    near = make_case(rows=1, topk=3, page_size=4)
+    near = make_case(rows=1, heads=heads, topk=3, page_size=4)
     near.indices[0] = torch.arange(3)
     records = random_records(3, "fp8_ds_mla", torch.Generator().manual_seed(1))
     near.cache[0, :3] = records

@@ -23,6 +23,7 @@ from .cases import (
     POISON_BYTE,
     DecodeCase,
     assert_accurate,
+    assert_close_to,
     assert_same_bits,
     call,
     decode,
@@ -31,6 +32,7 @@ from .cases import (
     with_outputs,
 )
 from .test_graph import Captured
+from .test_sparse_ckv_decode_memory import far_case
 
 every_layout = pytest.mark.parametrize("layout", LAYOUTS)
 
@@ -301,6 +303,35 @@ def test_a_thousand_replays_give_the_same_bits(attend_cuda):
         for _ in range(10):
             captured.graph.replay()
         assert_same_bits((captured.case.out.cpu(), captured.case.lse.cpu()), expected)
+
+
+@pytest.mark.parametrize("batch_invariant", [False, True])
+def test_replays_see_other_lengths(attend_cuda, batch_invariant):
+    heads = attend_cuda.heads(16)
+    captured = Captured(
+        make_case(**{**SHAPE, "lengths": [1, 0, 2, 3, 1]}, heads=heads, batch_invariant=batch_invariant)
+    )
+    full = make_case(**SHAPE, heads=heads, batch_invariant=batch_invariant)
+    captured.set(q=full.q, lengths=full.lengths, indices=full.indices, cache=full.cache)
+    replayed = captured.replay()
+    assert_accurate(full, *replayed, 3e-3)
+    assert_same_bits(replayed, captured.eager())
+
+
+def test_addresses_beyond_32_bits_on_the_gpu(attend_cuda):
+    case, near = far_case("cuda", 2**32, 64 * 656, 64, attend_cuda.heads(3))
+    call("op-cuda", "sparse_ckv_decode", case.args())
+    assert_close_to(case.out.cpu(), case.lse.cpu(), *oracle(near), 3e-3)
+
+
+def test_seventy_thousand_rows_on_the_gpu(attend_cuda):
+    """More rows than a grid's second or third dimension allows. Row i is row i % 7."""
+    few = make_case(rows=7, heads=attend_cuda.heads(1), topk=80, lengths=[80, 1, 0, 49, 48, 79, 30])
+    many = few.to("cuda").with_rows([row % 7 for row in range(70_000)])
+    call("op-cuda", "sparse_ckv_decode", many.args())
+    assert_accurate(few, many.out[:7].cpu(), many.lse[:7].cpu(), 3e-3)
+    for results in (many.out, many.lse):
+        assert bool((results.view(10_000, 7, *results.shape[1:]) == results[:7]).all())
 
 
 def test_two_streams_with_workspaces_of_their_own(attend_cuda):

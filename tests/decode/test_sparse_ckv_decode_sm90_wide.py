@@ -12,7 +12,8 @@ import torch
 from torch_sparse_mla import LAYOUTS
 
 from . import emulated_sm90
-from .cases import POISON_BYTE, assert_accurate, assert_same_bits, make_case, with_outputs
+from .cases import POISON_BYTE, assert_accurate, assert_close_to, assert_same_bits, make_case, oracle, with_outputs
+from .test_sparse_ckv_decode_memory import far_case
 from .test_sparse_ckv_decode_sm90 import SCALED, holes, strided, write_scales
 
 every_layout = pytest.mark.parametrize("layout", LAYOUTS)
@@ -86,6 +87,11 @@ def test_nan_in_a_selected_record_shows_in_its_row_alone(attend, topk):
 def test_queries_at_any_alignment_give_the_same_bits(attend):
     case = make_case(rows=2, heads=HEADS, topk=20)
     assert_same_bits(attend(strided(case, 1)), attend(case))
+
+
+def test_addresses_beyond_32_bits(attend):
+    case, near = far_case("cpu", 2**31, 64 * 656, 64, HEADS)
+    assert_close_to(*attend(case), *oracle(near), 3e-3)
 
 
 def test_few_heads_run_in_the_usual_form(emulator):
