@@ -29,24 +29,19 @@ using WideSums = float[2 * kChunkLatents / 8][4];
 
 template <int kLayout, class QueryT, class Shared>
 TSM_DEVICE void store_queries(const AttendParams& p, const WidePart& part, Shared& shared) {
-  constexpr int kTogether = 4;
-  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-  const int first = warp * kHeadsPerQueryWarp;
+  const int lane = threadIdx.x % 32, first = threadIdx.x / 32 * kHeadsPerQueryWarp;
   const uint16_t* source = p.q + part.row * p.q_row_stride;
-#pragma unroll 1
-  for (int begin = first; begin < first + kHeadsPerQueryWarp; begin += kTogether) {
-    WideQuery<kLayout, QueryT> queries[kTogether];
+  WideQuery<kLayout, QueryT> queries[kHeadsPerQueryWarp];
 #pragma unroll
-    for (int i = 0; i < kTogether; ++i) {
-      const int head = part.head_tile * kWideHeads + begin + i;
-      queries[i].load(source + head * Records<kLayout>::kQueryDim, p.q_aligned, head < p.heads, lane);
-    }
+  for (int i = 0; i < kHeadsPerQueryWarp; ++i) {
+    const int head = part.head_tile * kWideHeads + first + i;
+    queries[i].load(source + head * Records<kLayout>::kQueryDim, p.q_aligned, head < p.heads, lane);
+  }
 #pragma unroll
-    for (int i = 0; i < kTogether; ++i) {
-      float factor, rope_factor = 0.0f;
-      queries[i].store(shared_address(shared.queries), begin + i, lane, p.scale_log2, factor, rope_factor);
-      if (lane == 0) shared.factor[begin + i] = factor, shared.rope_factor[begin + i] = rope_factor;
-    }
+  for (int i = 0; i < kHeadsPerQueryWarp; ++i) {
+    float factor, rope_factor = 0.0f;
+    queries[i].store(shared_address(shared.queries), first + i, lane, p.scale_log2, factor, rope_factor);
+    if (lane == 0) shared.factor[first + i] = factor, shared.rope_factor[first + i] = rope_factor;
   }
 }
 
@@ -416,15 +411,15 @@ __global__ void __launch_bounds__(kWideThreads, 1) attend_wide_kernel(const __gr
     take_registers<kConsumerRegisters>();
     const WidePart part(p);
     WideConsumer<kLayout, QueryT, Shared> consumer(shared);
-    Softmax softmax;
-    WideSums sums = {};
     if (part.tiles() > 0) {
       store_queries<kLayout, QueryT>(p, part, shared);
       fence_async_proxy();
       named_barrier(kConsumersBarrier, kWideConsumerThreads);
       consumer.read_factors();
-      consumer.attend(part.tiles(), softmax, sums);
     }
+    Softmax softmax;
+    WideSums sums = {};
+    consumer.attend(part.tiles(), softmax, sums);
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
       const int head = part.head_tile * kWideHeads + consumer.head_of(h);

@@ -117,8 +117,8 @@ void launch_attend(const sm90::AttendParams& params, int64_t rows, int device, c
 
 template <int kLayout, class QueryT>
 void launch_form(const sm90::AttendParams& params, int64_t rows, bool wide, int device, cudaStream_t stream) {
-  const auto launch = wide ? launch_attend<kLayout, QueryT, true> : launch_attend<kLayout, QueryT, false>;
-  launch(params, rows, device, stream);
+  const auto form = wide ? launch_attend<kLayout, QueryT, true> : launch_attend<kLayout, QueryT, false>;
+  form(params, rows, device, stream);
 }
 
 template <int kLayout>
