@@ -5,6 +5,7 @@ python profiling/bench_sparse_ckv_decode.py --rows 1 32 --heads 16   # every com
 """
 
 import argparse
+import os
 import sys
 from itertools import groupby, product
 from pathlib import Path
@@ -21,13 +22,16 @@ from profiling.peers import PEERS
 from profiling.shapes import DecodeShape
 from profiling.timing import Contender, poison
 from torch_sparse_mla.decode import reference
+from torch_sparse_mla.decode.contract import FEWEST_WIDE_HEADS
 from torch_sparse_mla.records import LATENT_DIM
 
 BENCH = "sparse_ckv_decode"
 INVARIANT_SUFFIX = "-batch-invariant"
 OURS_ON_CUDA = ("triton", "native-cuda")
+WIDE = "native-cuda-wide"  # the form that is asked for, from 33 heads on
 IMPLS = (
     *OURS_ON_CUDA,
+    WIDE,
     *(name + INVARIANT_SUFFIX for name in OURS_ON_CUDA),
     "native-cpu",
     "reference",
@@ -90,6 +94,8 @@ def _contenders(inputs: DecodeInputs, wanted: set[str]) -> list[Contender]:
             from torch_sparse_mla.decode import triton_kernels
 
             found.append(_decode_contender(inputs, "triton", triton_kernels.sparse_ckv_decode, False))
+            if inputs.shape.heads >= FEWEST_WIDE_HEADS:
+                found.append(_decode_contender(inputs, WIDE, _in_wide_form(operator), False))
         if inputs.shape.layout == shapes.MAIN_LAYOUT and inputs.shape.rows_per_request == 1:
             # What invariance costs is the same question for every layout, and each one more is a compilation.
             found.append(_decode_contender(inputs, ours + INVARIANT_SUFFIX, operator, True))
@@ -97,6 +103,22 @@ def _contenders(inputs: DecodeInputs, wanted: set[str]) -> list[Contender]:
     elif ours != "reference":
         found.append(_decode_contender(inputs, "reference", reference.sparse_ckv_decode, False))
     return [contender for contender in found if contender.name in wanted]
+
+
+def _in_wide_form(operator):
+    """The operator under TORCH_SPARSE_MLA_NATIVE=wide, which is looked at when it is called or captured."""
+
+    def call(*arguments: object) -> None:
+        before = os.environ.get("TORCH_SPARSE_MLA_NATIVE")
+        os.environ["TORCH_SPARSE_MLA_NATIVE"] = "wide"
+        try:
+            operator(*arguments)
+        finally:
+            del os.environ["TORCH_SPARSE_MLA_NATIVE"]
+            if before is not None:
+                os.environ["TORCH_SPARSE_MLA_NATIVE"] = before
+
+    return call
 
 
 def _decode_contender(inputs: DecodeInputs, name: str, function, batch_invariant: bool) -> Contender:

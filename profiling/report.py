@@ -25,13 +25,14 @@ INVARIANT_SUFFIX = "-batch-invariant"
 LABELS = {
     "triton": "ours",
     "native-cuda": "ours",
+    "native-cuda-wide": "ours, wide form",
     "native-cpu": "native C++",
     "flashmla": "FlashMLA",
     "gather": "gather only",
     "reference": "reference",
 }
 # Cells list implementations in this order.
-CELL_ORDER = (*OURS, "flashmla", "reference", "gather")
+CELL_ORDER = (*OURS, "native-cuda-wide", "flashmla", "reference", "gather")
 MARKER = re.compile(r"<!-- report:(?P<bench>[\w-]+) -->\n(?P<body>.*?)<!-- /report -->", re.DOTALL)
 OPENING = re.compile(r"<!-- report:([\w-]+) -->")
 ABSENT = "-"

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from torch_sparse_mla import LAYOUTS
 from torch_sparse_mla._ops import registration
 
 ROOT = Path(__file__).parents[1]
@@ -20,7 +21,13 @@ NVCC = next(
     (path for path in ("/usr/local/cuda/bin/nvcc", shutil.which("nvcc")) if path and os.access(path, os.X_OK)), None
 )
 # Kernel -> registers that each thread may have at launch. The attention kernels share them out anew as they start.
-REGISTERS = {"attend_kernel": 65_536 // 384 // 8 * 8, "merge_kernel": 128}
+REGISTERS = {
+    "attend_kernel": 65_536 // 384 // 8 * 8,
+    "attend_wide_kernel": 65_536 // 384 // 8 * 8,
+    "merge_kernel": 128,
+}
+# Every layout with bfloat16 queries, the quantised ones with float16 queries too.
+ATTENTION_KERNELS = sum(1 if layout.latent == "bf16" else 2 for layout in LAYOUTS.values())
 
 
 def nvcc_flags() -> list[str]:
@@ -51,8 +58,12 @@ def test_no_spills_and_no_more_registers_than_a_block_has(source, tmp_path):
         assert stack == stores == loads == 0, name
         limit = next(limit for kernel, limit in REGISTERS.items() if kernel in name)
         assert registers <= limit, name
+    for form in ("attend_kernel", "attend_wide_kernel"):
+        assert sum(form in name for name, *_ in kernels) == ATTENTION_KERNELS, form
     # setmaxnreg is dropped, with a warning, where a kernel's roles are not one branch.
     assert "warning" not in report.stderr.lower(), report.stderr
+    # So ptxas says that it makes asynchronous matrix products wait for one another.
+    assert "Potential Performance Loss" not in report.stderr, report.stderr
 
 
 def test_there_are_sources_to_compile():

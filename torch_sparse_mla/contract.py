@@ -117,10 +117,16 @@ def checked_mode() -> bool:
 
 
 def strict_flag(name: str, default: str = "0") -> bool:
+    return strict_choice(name, ("0", "1"), default) == "1"
+
+
+def strict_choice(name: str, choices: tuple[str, ...], default: str) -> str:
+    """The value of an environment variable that has a few."""
     value = os.environ.get(name, default)
-    if value not in ("0", "1"):
-        raise ValueError(f"torch_sparse_mla: environment variable {name}: got {value!r}; allowed: 0 or 1")
-    return value == "1"
+    if value not in choices:
+        allowed = f"{', '.join(choices[:-1])} or {choices[-1]}"
+        raise ValueError(f"torch_sparse_mla: environment variable {name}: got {value!r}; allowed: {allowed}")
+    return value
 
 
 def refuse_checks_under_capture(op: str) -> None:

@@ -43,7 +43,7 @@ KERNEL_PHASES = {
     r"_select_pools_kernel": "c4_select/select",
     r"_merge_pools_kernel": "c4_merge_pools/merge",
     # Kernels in C++ go by their whole signature.
-    r".*torch_sparse_mla::sm90::attend_kernel.*": "sparse_ckv_decode/attend",
+    r".*torch_sparse_mla::sm90::attend_(wide_)?kernel.*": "sparse_ckv_decode/attend",
     r".*torch_sparse_mla::sm90::merge_kernel.*": "sparse_ckv_decode/merge",
     # From one GPU to another only exchanges copy; within one, PyTorch does too.
     r"Memcpy PtoP.*": "ce_exchange/copy",

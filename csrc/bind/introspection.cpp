@@ -48,8 +48,9 @@ EXPORT int64_t torch_sparse_mla_decode_workspace_bytes(int64_t rows, int64_t hea
   return sparse_ckv_decode_workspace_bytes(rows, heads, topk, batch_invariant);
 }
 
-EXPORT int64_t torch_sparse_mla_sm90_splits(int64_t rows, int64_t heads, int64_t topk, bool batch_invariant) {
-  return sm90_splits(rows, heads, topk, batch_invariant);
+EXPORT int64_t torch_sparse_mla_sm90_splits(int64_t rows, int64_t heads, int64_t topk, bool batch_invariant,
+                                            bool wide) {
+  return sm90_splits(rows, heads, topk, batch_invariant, wide);
 }
 
 // Returns true and the stream, or false and the reason.

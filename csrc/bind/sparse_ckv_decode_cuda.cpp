@@ -6,6 +6,7 @@
 #include <torch/csrc/stable/ops.h>
 
 #include <array>
+#include <cstdlib>
 #include <stdexcept>
 #include <string>
 #include <vector>
@@ -48,6 +49,18 @@ void check_device_data(const Checks& checks, SparseCkvDecode call, int device, v
   check_sparse_ckv_decode_data(checks, call);
 }
 
+// Whether TORCH_SPARSE_MLA_NATIVE asks for the wide form. Looked up at each call, so that one process can compare.
+bool wide_wanted() {
+  const char* value = std::getenv("TORCH_SPARSE_MLA_NATIVE");
+  const std::string flag = value ? value : "1";
+  // Of the values that the import accepted, 0 does not come here.
+  if (flag != "0" && flag != "1" && flag != "wide") {
+    throw std::invalid_argument("torch_sparse_mla: environment variable TORCH_SPARSE_MLA_NATIVE: got '" + flag +
+                                "'; allowed: 0, 1 or wide");
+  }
+  return flag == "wide";
+}
+
 void call_portable(const Tensor& q, const Tensor& cache, const Tensor& indices, const std::optional<Tensor>& lengths,
                    const std::optional<Tensor>& sink, const Tensor& out, const Tensor& lse, const Tensor& workspace,
                    double softmax_scale, const std::string& layout, bool batch_invariant) {
@@ -85,7 +98,7 @@ void sparse_ckv_decode(const Tensor& q, const Tensor& cache, const Tensor& indic
   if (sm90_unsupported(checked.call, device)) {
     return call_portable(q, cache, indices, lengths, sink, out, lse, workspace, softmax_scale, layout, batch_invariant);
   }
-  sparse_ckv_decode_sm90(checked.call, checked.workspace, batch_invariant, device, stream);
+  sparse_ckv_decode_sm90(checked.call, checked.workspace, batch_invariant, wide_wanted(), device, stream);
 }
 
 STABLE_TORCH_LIBRARY_IMPL(torch_sparse_mla, CUDA, library) {

@@ -3,13 +3,10 @@
 // Four producer warps fetch records into a ring of tiles with bulk copies. Two groups of four consumer warps take turns
 // at the tiles; within a group each warp owns one chunk of 128 latents, and the four add up their partial scores
 // through shared memory. At the end the groups merge, and each writes half of the heads.
-//
-// Online softmax with lazily raised maxima. Weights are relative to a reference for each head and chunk that also keeps
-// weight x scale within fp16. References are integers in base 2, so that every rescaling is exact, and only ever rise.
 #pragma once
 
-#include "sm90_records.cuh"
-#include "sparse_ckv_decode.h"
+#include "sm90_call.cuh"
+#include "sm90_softmax.cuh"
 
 namespace torch_sparse_mla::sm90 {
 
@@ -19,51 +16,6 @@ inline constexpr int kConsumerThreads = kGroups * kGroupThreads;
 inline constexpr int kProducerWarps = 4;
 inline constexpr int kThreads = kConsumerThreads + 32 * kProducerWarps;
 inline constexpr int kTokensPerProducer = kTileTokens / kProducerWarps;
-inline constexpr int kSharedBytes = 232448;
-inline constexpr float kNoMaximum = -3e38f;
-// A new maximum is taken on when a score passes the old one by more than this.
-inline constexpr float kSlack = 6.0f;
-// Weights are counted from a reference 2 ** kLowest below their maximum at most, where scales are small enough...
-inline constexpr float kLowest = 112.0f;
-// ...and otherwise so that the largest weight x scale is about 2 ** kPeakExponent, and always below 2 ** 14.
-inline constexpr float kPeakExponent = 8.0f;
-// Sums of weights are kept this much smaller than the weights, lest they overflow.
-inline constexpr float kSumFactor = 0x1p-12f;
-inline constexpr float kSumExponent = 12.0f;
-inline constexpr float kLn2 = 0.6931471805599453f;
-
-// Results of parts, on their way to the merge: fp16 latents under a power of two for each chunk.
-struct Partials {
-  uint16_t* latents;  // [rows, splits, heads, kLatentDim] fp16
-  float* units;       // [rows, splits, heads, kChunks]
-  float* lse_log2;    // [rows, splits, heads]; -inf: nothing attended to
-};
-
-struct AttendParams {
-  const uint16_t* q;
-  int64_t q_row_stride;  // elements
-  const uint8_t* cache;
-  int64_t page_stride;  // bytes
-  uint32_t page_size;
-  uint32_t page_multiplier;  // slot / page_size = (umulhi(slot, page_multiplier) + slot) >> page_shift
-  uint32_t page_shift;
-  uint32_t num_slots;
-  const int32_t* indices;
-  int64_t indices_row_stride;  // elements
-  const int32_t* lengths;      // or null
-  const float* sink;           // or null
-  void* out;
-  FloatType out_type;
-  float* lse;
-  Partials partials;  // unused with one split
-  float scale_log2;
-  int heads;
-  int topk;
-  int splits;
-  int head_tiles;
-  int tokens_per_split;  // 0: from the live length
-  bool q_aligned;
-};
 
 template <int kLayout>
 struct SharedMemory {
@@ -87,43 +39,10 @@ struct SharedMemory {
   }
 };
 
-// A block's part of a row's list.
-struct Part {
-  int64_t row;
-  int split;
-  int head_tile;
-  int begin;
-  int end;
-
-  TSM_DEVICE explicit Part(const AttendParams& p) {
-    // Neighbouring blocks share records: the head tiles of one part.
-    const uint32_t block = blockIdx.x, row_split = block / p.head_tiles;
-    head_tile = static_cast<int>(block - row_split * p.head_tiles);
-    row = row_split / p.splits;
-    split = static_cast<int>(row_split - row * p.splits);
-    const int length = p.lengths ? min(max(__ldg(p.lengths + row), 0), p.topk) : p.topk;
-    int tokens = p.tokens_per_split;
-    if (tokens == 0) {
-      const int tiles = (length + kTileTokens - 1) / kTileTokens;
-      tokens = (tiles + p.splits - 1) / p.splits * kTileTokens;
-    }
-    begin = split * tokens;
-    end = min(begin + tokens, length);
-  }
-
-  TSM_DEVICE int tiles() const { return end > begin ? (end - begin + kTileTokens - 1) / kTileTokens : 0; }
-};
-
 // ---- producer
 
-TSM_DEVICE const uint8_t* record_of(const AttendParams& p, uint32_t slot, int record_bytes) {
-  const uint32_t page = (__umulhi(slot, p.page_multiplier) + slot) >> p.page_shift;
-  const uint32_t in_page = slot - page * p.page_size;
-  return p.cache + page * p.page_stride + static_cast<int64_t>(in_page) * record_bytes;
-}
-
 template <int kLayout>
-TSM_DEVICE void produce(const AttendParams& p, const Part& part, SharedMemory<kLayout>& shared) {
+TSM_DEVICE void produce(const AttendParams& p, const Part<kTileTokens>& part, SharedMemory<kLayout>& shared) {
   using R = Records<kLayout>;
   constexpr int kStages = SharedMemory<kLayout>::kStages;
   const int warp = (threadIdx.x - kConsumerThreads) / 32, lane = threadIdx.x % 32;
@@ -177,7 +96,7 @@ TSM_DEVICE void produce(const AttendParams& p, const Part& part, SharedMemory<kL
 // ---- consumer
 
 template <int kLayout, class QueryT>
-TSM_DEVICE void load_query(const AttendParams& p, const Part& part, int group, int chunk, const Lane& lane,
+TSM_DEVICE void load_query(const AttendParams& p, const Part<kTileTokens>& part, int group, int chunk, const Lane& lane,
                            SharedMemory<kLayout>& shared, Query<kLayout, QueryT>& q) {
   typename Query<kLayout, QueryT>::Raw raw[2];
 #pragma unroll
@@ -200,15 +119,6 @@ TSM_DEVICE void load_query(const AttendParams& p, const Part& part, int group, i
   q.set(0, raw[0], raw[0].peak, p.scale_log2);
   q.set(1, raw[1], raw[1].peak, p.scale_log2);
 }
-
-// Softmax state of a lane's two heads, in base 2. Weights, their sums and the sums of values are relative to
-// 2 ** reference. Without scales the reference is the maximum; with them it also brings weight x scale into fp16's
-// range.
-struct Softmax {
-  float maximum[2] = {kNoMaximum, kNoMaximum};  // an integer
-  float reference[2] = {kNoMaximum, kNoMaximum};
-  float sum[2] = {0.0f, 0.0f};  // this lane's share, times kSumFactor
-};
 
 using Exchange = float4[kChunks][kTokenBlocks][32];
 
@@ -245,58 +155,6 @@ TSM_DEVICE void mask_absent(uint32_t valid, const Lane& lane, Scores& scores) {
   }
 }
 
-// Moves the references up; the sums follow.
-TSM_DEVICE void move_references(float first, float second, Softmax& softmax, ChunkSums& sums) {
-  const float kept[2] = {exp2_fast(softmax.reference[0] - first), exp2_fast(softmax.reference[1] - second)};
-  softmax.reference[0] = first, softmax.reference[1] = second;
-  softmax.sum[0] *= kept[0], softmax.sum[1] *= kept[1];
-#pragma unroll
-  for (int n = 0; n < kChunkLatents / 8; ++n) {
-    sums[n][0] *= kept[0], sums[n][1] *= kept[0], sums[n][2] *= kept[1], sums[n][3] *= kept[1];
-  }
-}
-
-// Raises the maxima where a score has passed them by more than kSlack. All four warps of a group decide alike.
-template <int kLayout>
-TSM_DEVICE void raise_maxima(const Scores& scores, const float (&factor)[2], Softmax& softmax, ChunkSums& sums) {
-  float peak[2];
-#pragma unroll
-  for (int h = 0; h < 2; ++h) {
-    peak[h] = fmaxf(scores[0][2 * h], scores[0][2 * h + 1]);
-#pragma unroll
-    for (int block = 1; block < kTokenBlocks; ++block) {
-      peak[h] = fmaxf(peak[h], fmaxf(scores[block][2 * h], scores[block][2 * h + 1]));
-    }
-    peak[h] *= factor[h];
-  }
-  const bool passed = peak[0] > softmax.maximum[0] + kSlack || peak[1] > softmax.maximum[1] + kSlack;
-  if (!__any_sync(~0u, passed)) return;
-  float reference[2];
-#pragma unroll
-  for (int h = 0; h < 2; ++h) {
-    softmax.maximum[h] = fmaxf(softmax.maximum[h], ceilf(quad_max(peak[h])));
-    constexpr float kBelow = Records<kLayout>::kHasScale ? kLowest : 0.0f;
-    reference[h] = fmaxf(softmax.reference[h], softmax.maximum[h] - kBelow);
-  }
-  move_references(reference[0], reference[1], softmax, sums);
-}
-
-TSM_DEVICE float weight_of(const Scores& scores, const float (&factor)[2], const Softmax& softmax, int block, int i) {
-  return exp2_fast(fmaf(scores[block][i], factor[i / 2], -softmax.reference[i / 2]));
-}
-
-// Two tokens' weights of one head, as register `i` of step `k`.
-template <int kLayout>
-TSM_DEVICE void pack_pair(float low, float high, int k, int i, Weights& weights) {
-  if constexpr (Records<kLayout>::kLatent == Storage::kBf16) {
-    weights[0][k][i] = pack_bf16(low, high);
-    const float2 taken = float_pair<__nv_bfloat16>(weights[0][k][i]);
-    weights[1][k][i] = pack_bf16(low - taken.x, high - taken.y);
-  } else {
-    weights[0][k][i] = pack_fp16(low, high);
-  }
-}
-
 // The A operand of the values' product from weights x scales.
 template <int kLayout>
 TSM_DEVICE void pack_weights(const Scores& scores, const Scales& scales, const float (&factor)[2],
@@ -314,37 +172,6 @@ TSM_DEVICE void pack_weights(const Scores& scores, const Scales& scales, const f
 #pragma unroll
     for (int h = 0; h < 2; ++h) pack_pair<kLayout>(w[2 * h], w[2 * h + 1], block / 2, block % 2 * 2 + h, weights);
   }
-}
-
-// Whether a weight has outgrown 2 ** 14, with infinities and NaN.
-TSM_DEVICE bool outgrown(const Weights& weights) {
-  __half2 peak = __half2half2(__ushort_as_half(0));
-#pragma unroll
-  for (int k = 0; k < kTileTokens / 16; ++k) {
-#pragma unroll
-    for (int i = 0; i < 4; ++i) peak = __hmax2(peak, *reinterpret_cast<const __half2*>(&weights[0][k][i]));
-  }
-  return !__hble2(peak, __half2half2(__ushort_as_half(0x7400)));
-}
-
-// Raises the references so that the largest weight x scale of each head is about 2 ** kPeakExponent.
-TSM_DEVICE void raise_references(const Scores& scores, const Scales& scales, const float (&factor)[2], Softmax& softmax,
-                                 ChunkSums& sums) {
-  float reference[2];
-#pragma unroll
-  for (int h = 0; h < 2; ++h) {
-    // As logarithms: the products themselves may be too large.
-    float peak = -INFINITY;
-#pragma unroll
-    for (int block = 0; block < kTokenBlocks; ++block) {
-#pragma unroll
-      for (int i = 2 * h; i < 2 * h + 2; ++i) {
-        peak = fmaxf(peak, scores[block][i] * factor[h] + __log2f(scales[block][i % 2]));
-      }
-    }
-    reference[h] = fmaxf(softmax.reference[h], ceilf(quad_max(peak)) - kPeakExponent);
-  }
-  move_references(reference[0], reference[1], softmax, sums);
 }
 
 // A tile whose partial scores are known to this warp alone.
@@ -408,7 +235,7 @@ struct Consumer {
     Weights weights;
     float total[2];
     pack_weights<kLayout>(tile.scores, tile.scales, q.factor, softmax, weights, total);
-    if (kHasScale && __any_sync(~0u, outgrown(weights))) {
+    if (kHasScale && __any_sync(~0u, outgrown(weights[0]))) {
       raise_references(tile.scores, tile.scales, q.factor, softmax, sums);
       pack_weights<kLayout>(tile.scores, tile.scales, q.factor, softmax, weights, total);
     }
@@ -478,35 +305,6 @@ TSM_DEVICE Merged merge_groups(int group, int chunk, const Lane& lane, const Sof
 
 // ---- results
 
-// exp(lse) / (exp(lse) + exp(sink)); 1 without a sink.
-TSM_DEVICE float sink_factor(const float* sink, int head, float lse) {
-  return sink ? 1.0f / (1.0f + __expf(__ldg(sink + head) - lse)) : 1.0f;
-}
-
-// Writes kCount consecutive numbers in the output's type.
-template <int kCount>
-TSM_DEVICE void store_numbers(void* out, FloatType type, int64_t at, const float (&x)[kCount]) {
-  static_assert(kCount == 2 || kCount == 4);
-  if (type == FloatType::kFp32) {
-    float* target = static_cast<float*>(out) + at;
-    if constexpr (kCount == 4) {
-      *reinterpret_cast<float4*>(target) = make_float4(x[0], x[1], x[2], x[3]);
-    } else {
-      *reinterpret_cast<float2*>(target) = make_float2(x[0], x[1]);
-    }
-    return;
-  }
-  const bool bf16 = type == FloatType::kBf16;
-  const uint32_t low = bf16 ? pack_bf16(x[0], x[1]) : pack_fp16(x[0], x[1]);
-  uint16_t* target = static_cast<uint16_t*>(out) + at;
-  if constexpr (kCount == 4) {
-    const uint32_t high = bf16 ? pack_bf16(x[2], x[3]) : pack_fp16(x[2], x[3]);
-    *reinterpret_cast<uint2*>(target) = make_uint2(low, high);
-  } else {
-    *reinterpret_cast<uint32_t*>(target) = low;
-  }
-}
-
 // Writes a lane's latents times `factor` from element `at` on.
 template <int kLayout>
 TSM_DEVICE void store_runs(void* out, FloatType type, int64_t at, float factor, const Lane& lane,
@@ -564,10 +362,10 @@ __global__ void __launch_bounds__(kThreads, 1) attend_kernel(const __grid_consta
 
   if (threadIdx.x >= kConsumerThreads) {
     keep_registers<40>();
-    produce<kLayout>(p, Part(p), shared);
+    produce<kLayout>(p, Part<kTileTokens>(p), shared);
   } else {
     take_registers<232>();
-    const Part part(p);
+    const Part<kTileTokens> part(p);
     const Lane lane;
     const int group = threadIdx.x / kGroupThreads, chunk = threadIdx.x / 32 % kChunks;
     // The second group holds its two halves of the heads the other way round: each ends up with its first.

@@ -22,12 +22,6 @@ struct MergeParams {
   int splits;
 };
 
-TSM_DEVICE float warp_max(float x) {
-#pragma unroll
-  for (int other = 16; other > 0; other /= 2) x = fmaxf(x, __shfl_xor_sync(~0u, x, other));
-  return x;
-}
-
 TSM_DEVICE float warp_sum(float x) {
 #pragma unroll
   for (int other = 16; other > 0; other /= 2) x += __shfl_xor_sync(~0u, x, other);

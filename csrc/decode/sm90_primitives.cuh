@@ -16,7 +16,7 @@ TSM_DEVICE uint32_t shared_address(const void* pointer) {
 
 // The memory whose size is given at the launch.
 TSM_DEVICE uint8_t* dynamic_shared_memory() {
-  extern __shared__ __align__(128) uint8_t bytes[];
+  extern __shared__ __align__(1024) uint8_t bytes[];
   return bytes;
 }
 
@@ -59,7 +59,20 @@ TSM_DEVICE void copy_to_shared(uint32_t target, const void* source, int bytes, u
                : "memory");
 }
 
-// Orders this thread's ordinary shared-memory accesses before later ones of the copy engine.
+// Fetches `bytes` bytes into L2. Both are multiples of 16.
+TSM_DEVICE void prefetch_to_l2(const void* source, int bytes) {
+  asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(source), "r"(bytes) : "memory");
+}
+
+TSM_DEVICE void store_shared(uint32_t at, uint4 x) {
+  asm volatile("st.shared.v4.b32 [%0], {%1, %2, %3, %4};" ::"r"(at), "r"(x.x), "r"(x.y), "r"(x.z), "r"(x.w) : "memory");
+}
+
+TSM_DEVICE void store_shared(uint32_t at, uint32_t x) {
+  asm volatile("st.shared.b32 [%0], %1;" ::"r"(at), "r"(x) : "memory");
+}
+
+// Orders this thread's ordinary shared-memory accesses before later ones of the copy engine and of wgmma.
 TSM_DEVICE void fence_async_proxy() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 
 TSM_DEVICE void named_barrier(int id, int threads) {
@@ -184,6 +197,12 @@ TSM_DEVICE float quad_max(float x) {
 TSM_DEVICE float quad_sum(float x) {
   x += __shfl_xor_sync(~0u, x, 1);
   return x + __shfl_xor_sync(~0u, x, 2);
+}
+
+TSM_DEVICE float warp_max(float x) {
+#pragma unroll
+  for (int other = 16; other > 0; other /= 2) x = fmaxf(x, __shfl_xor_sync(~0u, x, other));
+  return x;
 }
 
 }  // namespace torch_sparse_mla::sm90

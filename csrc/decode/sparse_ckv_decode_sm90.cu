@@ -9,6 +9,7 @@
 #include <type_traits>
 
 #include "sm90_attend.cuh"
+#include "sm90_attend_wide.cuh"
 #include "sm90_merge.cuh"
 #include "sparse_ckv_decode_sm90.h"
 #include "workspace.h"
@@ -80,30 +81,55 @@ void load_merge_kernels() {
   }
 }
 
-template <int kLayout, class QueryT>
+struct AttendKernel {
+  void (*kernel)(sm90::AttendParams);
+  int threads;
+  int shared_bytes;
+};
+
+template <int kLayout, class QueryT, bool kWide>
+AttendKernel attend_kernel() {
+  if constexpr (kWide) {
+    constexpr int kBytes = sizeof(sm90::WideSharedMemory<kLayout, QueryT>);
+    static_assert(kBytes <= sm90::kSharedBytes);
+    return {sm90::attend_wide_kernel<kLayout, QueryT>, sm90::kWideThreads, kBytes};
+  } else {
+    constexpr int kBytes = sizeof(sm90::SharedMemory<kLayout>);
+    static_assert(kBytes <= sm90::kSharedBytes);
+    return {sm90::attend_kernel<kLayout, QueryT>, sm90::kThreads, kBytes};
+  }
+}
+
+template <int kLayout, class QueryT, bool kWide>
 void launch_attend(const sm90::AttendParams& params, int64_t rows, int device, cudaStream_t stream) {
-  constexpr int kBytes = sizeof(sm90::SharedMemory<kLayout>);
-  static_assert(kBytes <= sm90::kSharedBytes);
-  const auto kernel = sm90::attend_kernel<kLayout, QueryT>;
+  const AttendKernel attend = attend_kernel<kLayout, QueryT, kWide>();
   // The opt-in to more shared memory belongs to a device's context, as loaded kernels do.
   static std::atomic<bool> ready[kMaxDevices];
   if (device >= kMaxDevices || !ready[device]) {
-    check_cuda(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kBytes),
+    check_cuda(cudaFuncSetAttribute(attend.kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, attend.shared_bytes),
                "cudaFuncSetAttribute");
     load_merge_kernels();
     if (device < kMaxDevices) ready[device] = true;
   }
-  launch(kernel, rows * params.head_tiles * params.splits, sm90::kThreads, kBytes, stream, params);
+  const int64_t blocks = rows * params.head_tiles * params.splits;
+  launch(attend.kernel, blocks, attend.threads, attend.shared_bytes, stream, params);
+}
+
+template <int kLayout, class QueryT>
+void launch_form(const sm90::AttendParams& params, int64_t rows, bool wide, int device, cudaStream_t stream) {
+  const auto form = wide ? launch_attend<kLayout, QueryT, true> : launch_attend<kLayout, QueryT, false>;
+  form(params, rows, device, stream);
 }
 
 template <int kLayout>
-bool launch_layout(const sm90::AttendParams& params, FloatType q_type, int64_t rows, int device, cudaStream_t stream) {
+bool launch_layout(const sm90::AttendParams& params, FloatType q_type, int64_t rows, bool wide, int device,
+                   cudaStream_t stream) {
   if (q_type == FloatType::kBf16) {
-    launch_attend<kLayout, __nv_bfloat16>(params, rows, device, stream);
+    launch_form<kLayout, __nv_bfloat16>(params, rows, wide, device, stream);
     return true;
   }
   if constexpr (kRecordLayouts[kLayout].latent != Storage::kBf16) {
-    launch_attend<kLayout, __half>(params, rows, device, stream);
+    launch_form<kLayout, __half>(params, rows, wide, device, stream);
     return true;
   }
   return false;
@@ -111,12 +137,12 @@ bool launch_layout(const sm90::AttendParams& params, FloatType q_type, int64_t r
 
 template <int kLayout = 0>
 void launch_named(const RecordLayout& layout, const sm90::AttendParams& params, FloatType q_type, int64_t rows,
-                  int device, cudaStream_t stream) {
+                  bool wide, int device, cudaStream_t stream) {
   if constexpr (kLayout < kNumRecordLayouts) {
     if (layout.record_bytes != kRecordLayouts[kLayout].record_bytes) {
-      return launch_named<kLayout + 1>(layout, params, q_type, rows, device, stream);
+      return launch_named<kLayout + 1>(layout, params, q_type, rows, wide, device, stream);
     }
-    if (launch_layout<kLayout>(params, q_type, rows, device, stream)) return;
+    if (launch_layout<kLayout>(params, q_type, rows, wide, device, stream)) return;
   }
   throw std::runtime_error(std::string("torch_sparse_mla::sparse_ckv_decode: no sm_90 kernel for ") + layout.name);
 }
@@ -131,7 +157,7 @@ void set_page_size(sm90::AttendParams& params, int64_t page_size) {
   params.page_multiplier = static_cast<uint32_t>(((uint64_t{1} << 32) * ((uint64_t{1} << shift) - size)) / size + 1);
 }
 
-sm90::AttendParams attend_params(const SparseCkvDecode& call, int64_t splits, bool batch_invariant) {
+sm90::AttendParams attend_params(const SparseCkvDecode& call, int64_t splits, bool batch_invariant, bool wide) {
   sm90::AttendParams params = {};
   params.q = static_cast<const uint16_t*>(call.q);
   params.q_row_stride = call.q_row_stride;
@@ -151,7 +177,7 @@ sm90::AttendParams attend_params(const SparseCkvDecode& call, int64_t splits, bo
   params.heads = call.heads;
   params.topk = call.topk;
   params.splits = static_cast<int>(splits);
-  params.head_tiles = static_cast<int>(ceil_div(call.heads, kHeadsPerTile));
+  params.head_tiles = static_cast<int>(ceil_div(call.heads, (wide ? kSm90Wide : kSm90Narrow).heads));
   params.tokens_per_split = batch_invariant ? static_cast<int>(kInvariantTokensPerSplit) : 0;
   return params;
 }
@@ -200,18 +226,22 @@ const char* sm90_unsupported(const SparseCkvDecode& call, int device) {
   if (capability_of(device) != 90) return "the GPU is not sm_90";
   if (call.q_type == FloatType::kFp32) return "float32 queries";
   if (call.q_type == FloatType::kFp16 && call.layout.latent == Storage::kBf16) return "float16 queries, bf16 records";
+  if (reinterpret_cast<uintptr_t>(call.out) % 16 != 0) return "an output that is not aligned to 16 bytes";
   const float scale = static_cast<float>(call.softmax_scale * 1.4426950408889634);
   if (!(scale >= FLT_MIN && scale <= FLT_MAX)) return "a softmax scale that is not a positive normal number";
   return nullptr;
 }
 
-void sparse_ckv_decode_sm90(const SparseCkvDecode& call, void* workspace, bool batch_invariant, int device,
+void sparse_ckv_decode_sm90(const SparseCkvDecode& call, void* workspace, bool batch_invariant, bool wide, int device,
                             void* stream) {
+  static_assert(kSm90Narrow.heads == sm90::kTileHeads && kSm90Narrow.tile_tokens == sm90::kTileTokens);
+  static_assert(kSm90Wide.heads == sm90::kWideHeads && kSm90Wide.tile_tokens == sm90::kWideTokens);
+  wide = wide && call.heads >= kFewestWideHeads;
   const CurrentDevice current(device);
   const auto cuda_stream = static_cast<cudaStream_t>(stream);
-  const int64_t splits = sm90_splits(call.rows, call.heads, call.topk, batch_invariant);
+  const int64_t splits = sm90_splits(call.rows, call.heads, call.topk, batch_invariant, wide);
   const int64_t step = rows_per_launch(call.rows, call.heads, call.topk, batch_invariant);
-  sm90::AttendParams params = attend_params(call, splits, batch_invariant);
+  sm90::AttendParams params = attend_params(call, splits, batch_invariant, wide);
   for (int64_t first = 0; first < call.rows; first += step) {
     const int64_t rows = std::min(step, call.rows - first);
     const int64_t results = first * call.heads;
@@ -221,7 +251,7 @@ void sparse_ckv_decode_sm90(const SparseCkvDecode& call, void* workspace, bool b
     params.out = static_cast<char*>(call.out) + results * kLatentDim * element_bytes(call.out_type);
     params.lse = static_cast<float*>(call.lse) + results;
     if (splits > 1) params.partials = partials_in(workspace, rows * splits * call.heads);
-    launch_named(call.layout, params, call.q_type, rows, device, cuda_stream);
+    launch_named(call.layout, params, call.q_type, rows, wide, device, cuda_stream);
     if (splits > 1) launch_merge(params, rows, cuda_stream);
   }
 }

@@ -14,6 +14,13 @@ inline constexpr int64_t kInvariantTokensPerSplit = 256;
 inline constexpr int64_t kMaxPrograms = 264;
 inline constexpr int64_t kInvariantProgramsPerLaunch = 1024;
 
+// The wide form of the sm_90 kernels.
+inline constexpr int64_t kFewestWideHeads = 33;
+inline constexpr int64_t kWideHeadsPerTile = 64;
+inline constexpr int64_t kWideTokensPerTile = 48;
+inline constexpr int64_t kMaxWidePrograms = 132;
+inline constexpr int64_t kWidePartBytes = kLatentDim * 2 + 5 * 4;  // fp16 latents, four units, an lse
+
 inline int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
 inline int64_t num_splits(int64_t rows, int64_t heads, int64_t topk, bool batch_invariant) {
@@ -22,23 +29,47 @@ inline int64_t num_splits(int64_t rows, int64_t heads, int64_t topk, bool batch_
   return std::min(std::max<int64_t>(kMaxPrograms / programs, 1), ceil_div(topk, kTokensPerWorkspaceTile));
 }
 
-// Parts of the sm_90 kernels: at most num_splits, so that the workspace is large enough. The fewest clocks by a count
-// of waves over the multiprocessors of an H200. The constants are fitted to times measured there at 1 to 128 rows.
-inline int64_t sm90_splits(int64_t rows, int64_t heads, int64_t topk, bool batch_invariant) {
-  if (batch_invariant) return num_splits(rows, heads, topk, true);
-  constexpr int64_t kMultiprocessors = 132, kTileTokens = 32;
-  constexpr int64_t kTilesAtOnce = 2;  // a block's two groups
-  constexpr int64_t kTileClocks = 1350, kWaveClocks = 7000, kMergeClocks = 2600, kMergePartClocks = 45;
-  const int64_t blocks = rows * ceil_div(heads, kHeadsPerTile), tiles = ceil_div(topk, kTileTokens);
+// Parts that the wide form makes of a row at most.
+inline int64_t max_wide_splits(int64_t rows, int64_t heads, int64_t topk) {
+  if (heads < kFewestWideHeads) return 1;
+  const int64_t programs = std::max<int64_t>(rows * ceil_div(heads, kWideHeadsPerTile), 1);
+  return std::max<int64_t>(std::min(kMaxWidePrograms / programs, ceil_div(topk, kWideTokensPerTile)), 1);
+}
+
+// How an attention kernel of sm_90 cuts its work up, and the clocks that it takes.
+struct Sm90Blocks {
+  int64_t heads;
+  int64_t tile_tokens;
+  int64_t tiles_at_once;
+  int64_t tile_clocks;
+  int64_t merge_part_clocks;
+};
+// Fitted to times measured on an H200 at 1 to 128 rows.
+inline constexpr Sm90Blocks kSm90Narrow = {kHeadsPerTile, 32, 2, 1350, 45};
+// Not measured: the clocks of a tile are a prediction; a part is 66 KB, written and read at 4 TB/s.
+inline constexpr Sm90Blocks kSm90Wide = {kWideHeadsPerTile, kWideTokensPerTile, 1, 2600, 60};
+
+// Parts of at most `limit`: the fewest clocks by a count of waves over the multiprocessors of an H200.
+inline int64_t fewest_clocks(const Sm90Blocks& kernel, int64_t rows, int64_t heads, int64_t topk, int64_t limit) {
+  constexpr int64_t kMultiprocessors = 132, kWaveClocks = 7000, kMergeClocks = 2600;
+  const int64_t blocks = rows * ceil_div(heads, kernel.heads), tiles = ceil_div(topk, kernel.tile_tokens);
   int64_t best = 1, best_clocks = INT64_MAX;
-  for (int64_t splits = 1; splits <= num_splits(rows, heads, topk, false); ++splits) {
+  for (int64_t splits = 1; splits <= std::min(limit, tiles); ++splits) {
     const int64_t parts = blocks * splits, waves = ceil_div(parts, kMultiprocessors);
-    const int64_t merge = splits > 1 ? kMergeClocks + kMergePartClocks * parts : 0;
-    const int64_t rounds = ceil_div(ceil_div(tiles, splits), kTilesAtOnce);
-    const int64_t clocks = waves * (rounds * kTilesAtOnce * kTileClocks + kWaveClocks) + merge;
+    const int64_t merge = splits > 1 ? kMergeClocks + kernel.merge_part_clocks * parts : 0;
+    const int64_t rounds = ceil_div(ceil_div(tiles, splits), kernel.tiles_at_once);
+    const int64_t clocks = waves * (rounds * kernel.tiles_at_once * kernel.tile_clocks + kWaveClocks) + merge;
     if (clocks < best_clocks) best = splits, best_clocks = clocks;
   }
   return best;
+}
+
+// Parts of the sm_90 kernels, as many as the workspace has room for at most.
+inline int64_t sm90_splits(int64_t rows, int64_t heads, int64_t topk, bool batch_invariant, bool wide) {
+  const int64_t splits = num_splits(rows, heads, topk, batch_invariant);
+  if (batch_invariant) return splits;
+  if (wide) return fewest_clocks(kSm90Wide, rows, heads, topk, max_wide_splits(rows, heads, topk));
+  return fewest_clocks(kSm90Narrow, rows, heads, topk, splits);
 }
 
 inline int64_t rows_per_launch(int64_t rows, int64_t heads, int64_t topk, bool batch_invariant) {
@@ -49,8 +80,10 @@ inline int64_t rows_per_launch(int64_t rows, int64_t heads, int64_t topk, bool b
 
 inline int64_t sparse_ckv_decode_workspace_bytes(int64_t rows, int64_t heads, int64_t topk, bool batch_invariant) {
   const int64_t splits = num_splits(rows, heads, topk, batch_invariant);
-  if (splits == 1) return 0;
-  return rows_per_launch(rows, heads, topk, batch_invariant) * splits * heads * (kLatentDim + 1) * 4;
+  const int64_t wide_splits = batch_invariant ? 1 : max_wide_splits(rows, heads, topk);
+  const int64_t launched = rows_per_launch(rows, heads, topk, batch_invariant);
+  const int64_t size = splits > 1 ? launched * splits * heads * (kLatentDim + 1) * 4 : 0;
+  return wide_splits > 1 ? std::max(size, rows * wide_splits * heads * kWidePartBytes) : size;
 }
 
 }  // namespace torch_sparse_mla

@@ -17,7 +17,7 @@ import torch
 
 from torch_sparse_mla import LAYOUTS, dequantise_records, explain, sparse_ckv_decode_workspace_bytes
 from torch_sparse_mla._ops import native_error, native_library
-from torch_sparse_mla.decode.contract import MAX_HEADS, MAX_TOPK, num_splits
+from torch_sparse_mla.decode.contract import MAX_HEADS, MAX_TOPK, max_wide_splits, num_splits
 
 from .cases import DecodeCase, assert_accurate, assert_close_to, assert_same_bits, call, decode, make_case, with_outputs
 from .rejections import assert_untouched, snapshot
@@ -316,13 +316,18 @@ def test_workspace_bytes_equal_the_python_function(library):
 def test_the_sm90_kernels_fit_the_workspace(library):
     """They make at most as many parts as the workspace is sized for, and at least one."""
     parts = library.torch_sparse_mla_sm90_splits
-    parts.argtypes, parts.restype = (ctypes.c_int64, ctypes.c_int64, ctypes.c_int64, ctypes.c_bool), ctypes.c_int64
+    parts.argtypes, parts.restype = (*[ctypes.c_int64] * 3, ctypes.c_bool, ctypes.c_bool), ctypes.c_int64
     rows = [1, 2, 3, 5, 7, 8, 16, 33, 70, 100, 132, 133, 264, 265, 1000, 70_000]
+    part_bytes = 512 * 2 + 4 * 4 + 4  # of one head: fp16 latents, a unit for each 128, an lse
     for sizes in itertools.product(rows, [1, 16, 17, 32, 64, MAX_HEADS], [1, 64, 65, 2048, 2051, MAX_TOPK]):
-        assert 1 <= parts(*sizes, False) <= num_splits(*sizes, False), sizes
-        assert parts(*sizes, True) == num_splits(*sizes, True)
+        size = sparse_ckv_decode_workspace_bytes(*sizes)
+        assert 1 <= parts(*sizes, False, False) <= num_splits(*sizes, False), sizes
+        wide = parts(*sizes, False, True)
+        assert wide == 1 or 1 < wide <= size / (sizes[0] * sizes[1] * part_bytes), sizes
+        assert wide <= max_wide_splits(*sizes), sizes
+        assert parts(*sizes, True, False) == parts(*sizes, True, True) == num_splits(*sizes, True)
     # Measured as the fastest on one H200, with 16 heads and K = 2048.
-    assert [parts(r, 16, 2048, False) for r in (1, 2, 4, 8, 16, 32, 64, 128)] == [32, 32, 16, 16, 8, 4, 2, 1]
+    assert [parts(r, 16, 2048, False, False) for r in (1, 2, 4, 8, 16, 32, 64, 128)] == [32, 32, 16, 16, 8, 4, 2, 1]
 
 
 def test_cuda_stream_is_an_error_without_cuda_and_never_stream_zero(library):

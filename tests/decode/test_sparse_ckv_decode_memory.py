@@ -82,7 +82,7 @@ def test_a_contiguous_cache(implementation):
     )
 
 
-def far_case(device: str, span: int, page_stride: int, page_size: int) -> tuple[DecodeCase, DecodeCase]:
+def far_case(device: str, span: int, page_stride: int, page_size: int, heads: int = 3) -> tuple[DecodeCase, DecodeCase]:
     """A case with slots on both sides of `span` bytes, and the same records in a small cache."""
     record_bytes = LAYOUTS["fp8_ds_mla"].record_bytes
     pages = span // page_stride + 3
@@ -90,7 +90,7 @@ def far_case(device: str, span: int, page_stride: int, page_size: int) -> tuple[
     storage = torch.empty(pages * page_stride, dtype=torch.uint8, device=device)
     cache = storage.as_strided((pages, page_size, record_bytes), (page_stride, record_bytes, 1))
     far_slots = torch.tensor([0, span // page_stride * page_size + page_size, pages * page_size - 1])
-    near = make_case(rows=1, topk=3, page_size=4)
+    near = make_case(rows=1, heads=heads, topk=3, page_size=4)
     near.indices[0] = torch.arange(3)
     records = random_records(3, "fp8_ds_mla", torch.Generator().manual_seed(1))
     near.cache[0, :3] = records
@@ -155,15 +155,19 @@ def test_what_the_workspace_holds_does_not_matter(implementation, batch_invarian
 
 
 def test_workspace_size_is_a_bounded_integer():
-    """At most the partials of 264 programs without batch_invariant, of 1024 with it, whatever the number of rows."""
+    """At most the partials of 264 programs without batch_invariant, of 1024 with it, whatever the number of rows.
+
+    Or those of 132 programs of the wide form, which are fp16.
+    """
     partial_bytes = (512 + 1) * 4
+    wide_bytes = 132 * 64 * (512 * 2 + 5 * 4)
     for heads in (1, 8, 16, 17, 64, MAX_HEADS):
         for topk in (1, 64, 65, 256, 2051, MAX_TOPK):
             for rows in (0, 1, 2, 7, 132, 133, 4096, 70_000, 2**17):
                 for batch_invariant, programs in ((False, 264), (True, 1024)):
                     size = sparse_ckv_decode_workspace_bytes(rows, heads, topk, batch_invariant)
                     assert type(size) is int
-                    assert 0 <= size <= programs * HEADS_PER_TILE * partial_bytes
+                    assert 0 <= size <= max(programs * HEADS_PER_TILE * partial_bytes, wide_bytes)
 
 
 def test_workspace_size_is_zero_with_one_split():

@@ -203,10 +203,34 @@ def test_native_code_can_be_turned_off():
     assert float(total) == 512
 
 
+def test_the_wide_form_is_asked_for_and_named(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (9, 0))
+    monkeypatch.setattr(torch_sparse_mla._ops.registration, "native_cuda_ops", {"sparse_ckv_decode"})
+    monkeypatch.delenv("TORCH_SPARSE_MLA_NATIVE", raising=False)
+    usual = torch_sparse_mla.explain("sparse_ckv_decode", "cuda")
+    monkeypatch.setenv("TORCH_SPARSE_MLA_NATIVE", "wide")
+    wide = torch_sparse_mla.explain("sparse_ckv_decode", "cuda")
+    assert wide["kernel"] == usual["kernel"] == "native C++"
+    assert wide["why"].startswith(usual["why"]) and "wide" not in usual["why"]
+    assert "TORCH_SPARSE_MLA_NATIVE=wide: 33 heads and more" in wide["why"]
+    monkeypatch.setenv("TORCH_SPARSE_MLA_NATIVE", "Wide")
+    with pytest.raises(ValueError, match="TORCH_SPARSE_MLA_NATIVE: got 'Wide'; allowed: 0, 1 or wide"):
+        torch_sparse_mla.explain("sparse_ckv_decode", "cuda")
+
+
+def test_the_wide_form_needs_the_library_as_ever():
+    result = run_python(
+        "import torch_sparse_mla; print(torch_sparse_mla._ops.native_error)", TORCH_SPARSE_MLA_NATIVE="wide"
+    )
+    assert result.returncode == 0, result.stderr
+    assert result.stdout.strip() == str(torch_sparse_mla._ops.native_error)
+
+
 def test_rejects_an_unknown_native_flag():
     result = run_python("import torch_sparse_mla", TORCH_SPARSE_MLA_NATIVE="maybe")
     assert result.returncode != 0
-    assert "environment variable TORCH_SPARSE_MLA_NATIVE: got 'maybe'; allowed: 0 or 1" in result.stderr
+    assert "environment variable TORCH_SPARSE_MLA_NATIVE: got 'maybe'; allowed: 0, 1 or wide" in result.stderr
 
 
 MENDED_IMPORT = """

@@ -1,6 +1,7 @@
 """The benchmarks themselves, tiny, on the CPU: they run as scripts, check what they time, and write valid results."""
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -59,6 +60,19 @@ def test_decode_benchmark_runs_as_a_script(tmp_path):
         assert (case["heads"], case["topk"], case["layout"], case["mode"]) == (2, 24, "fp8_ds_mla", "call")
         assert case["error"] < bench_sparse_ckv_decode.TOLERANCE
         assert case["us"] > case["floor_us"] > 0
+
+
+@pytest.mark.parametrize("before", [None, "1"])
+def test_decode_benchmark_asks_for_the_wide_form_while_it_calls(monkeypatch, before):
+    monkeypatch.delenv("TORCH_SPARSE_MLA_NATIVE", raising=False)
+    if before is not None:
+        monkeypatch.setenv("TORCH_SPARSE_MLA_NATIVE", before)
+    seen = []
+    bench_sparse_ckv_decode._in_wide_form(
+        lambda *arguments: seen.append((os.environ["TORCH_SPARSE_MLA_NATIVE"], arguments))
+    )(1, 2)
+    assert seen == [("wide", (1, 2))]
+    assert os.environ.get("TORCH_SPARSE_MLA_NATIVE") == before
 
 
 def test_decode_benchmark_times_the_host_on_its_default_rows(small, tmp_path):

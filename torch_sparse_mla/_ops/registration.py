@@ -4,10 +4,12 @@ from pathlib import Path
 
 import torch
 
-from ..contract import strict_flag
+from ..contract import strict_choice
 from .table import NAMESPACE, OPS, Op
 
 _NATIVE_PATTERN = "_native*.so"
+# "wide": as 1, and wide forms of kernels that have one and do not run it of themselves. The library looks at each call.
+_NATIVE_FLAG, _NATIVE_CHOICES = "TORCH_SPARSE_MLA_NATIVE", ("0", "1", "wide")
 # Operators whose CUDA kernel is native call their Triton kernel by this name where the native one does not take a call.
 _PORTABLE_NAMESPACE = f"{NAMESPACE}_portable"
 
@@ -119,13 +121,20 @@ def _explain_cuda(op: Op, device: torch.device) -> tuple[str, str]:
     if op.native_cuda:
         capability = torch.cuda.get_device_capability(device)
         if op.name in native_cuda_ops and capability == (9, 0):
-            return "native C++", f"the sm_90a kernels take {op.native_cuda}; anything else goes to the Triton kernel"
+            why = f"the sm_90a kernels take {op.native_cuda}; anything else goes to the Triton kernel"
+            if op.native_cuda_wide and _native_choice() == "wide":
+                why += f"; {_NATIVE_FLAG}=wide: {op.native_cuda_wide}"
+            return "native C++", why
         native_why = f"; {_why_not_native_cuda(capability)}"
     try:
         op.load_triton()
     except ImportError as error:
         return "none", f"Triton does not import: {error}; run 'pip install triton'"
     return "triton", f"the portable CUDA kernel, for sm_80 and newer{native_why}"
+
+
+def _native_choice() -> str:
+    return strict_choice(_NATIVE_FLAG, _NATIVE_CHOICES, default="1")
 
 
 def _why_not_native_cuda(capability: tuple[int, int]) -> str:
@@ -137,7 +146,7 @@ def _why_not_native_cuda(capability: tuple[int, int]) -> str:
 
 
 # Before the namespace is taken: a bad value must not leave the process unable to import again.
-_native_wanted = strict_flag("TORCH_SPARSE_MLA_NATIVE", default="1")
+_native_wanted = _native_choice() != "0"
 # Alive as long as the process: PyTorch drops the operators when the Library object dies.
 library = _define_namespace()
 for _op in OPS.values():

@@ -49,6 +49,7 @@ class Op:
         triton: "module:function" of the CUDA implementation, relative to the package, imported at registration.
         splitting: whether PIECEWISE graphs split at this operator by default.
         native_cuda: what the native library's CUDA kernels take, where it has any; the rest goes to `triton`.
+        native_cuda_wide: what of that runs otherwise under TORCH_SPARSE_MLA_NATIVE=wide.
         graph_support: in which CUDA graphs a call may be captured.
     """
 
@@ -59,6 +60,7 @@ class Op:
     triton: str
     splitting: bool = False
     native_cuda: str = ""
+    native_cuda_wide: str = ""
     graph_support: GraphSupport = GraphSupport.ALWAYS
 
     @property
@@ -101,8 +103,9 @@ OPS: dict[str, Op] = {
             splitting=True,
             native_cuda=(
                 "bfloat16 queries with every layout and float16 queries with quantised layouts, under a positive "
-                "softmax scale"
+                "softmax scale, where 'out' is aligned to 16 bytes"
             ),
+            native_cuda_wide="33 heads and more in blocks of 64, by wgmma (not measured yet, so not the default)",
         ),
         Op(
             name="sparse_ckv_decode_peers",

@@ -37,6 +37,13 @@ MAX_PROGRAMS = 264
 # With a fixed split size, rows are launched in groups of at most this many programs: the partial results of one group
 # fit in 34 MB whatever the number of rows.
 INVARIANT_PROGRAMS_PER_LAUNCH = 1024
+# The wide form of the Hopper kernels: a program for 64 heads and tiles of 48 tokens, one program a multiprocessor.
+FEWEST_WIDE_HEADS = 33
+WIDE_HEADS_PER_TILE = 64
+WIDE_TOKENS_PER_TILE = 48
+MAX_WIDE_PROGRAMS = 132
+# Partial results of one head of one part: fp16 latents, four units, an lse.
+WIDE_PART_BYTES = LATENT_DIM * 2 + 5 * 4
 
 
 def num_splits(rows: int, num_heads: int, topk: int, batch_invariant: bool, target_programs: int = MAX_PROGRAMS) -> int:
@@ -49,6 +56,14 @@ def num_splits(rows: int, num_heads: int, topk: int, batch_invariant: bool, targ
     tiles = _ceil_div(topk, TOKENS_PER_TILE)
     programs = max(rows * _ceil_div(num_heads, HEADS_PER_TILE), 1)
     return min(max(target_programs // programs, 1), tiles)
+
+
+def max_wide_splits(rows: int, num_heads: int, topk: int) -> int:
+    """Parts that the wide form makes of a row at most."""
+    if num_heads < FEWEST_WIDE_HEADS:
+        return 1
+    programs = max(rows * _ceil_div(num_heads, WIDE_HEADS_PER_TILE), 1)
+    return max(min(MAX_WIDE_PROGRAMS // programs, _ceil_div(topk, WIDE_TOKENS_PER_TILE)), 1)
 
 
 def rows_per_launch(rows: int, num_heads: int, topk: int, batch_invariant: bool) -> int:
@@ -65,10 +80,14 @@ def sparse_ckv_decode_workspace_bytes(rows: int, num_heads: int, topk: int, batc
     Contents are undefined before and after a call. One workspace may serve calls that run one after another; calls
     that can run at the same time (two streams, two captured graphs replayed together) need one each.
     """
+    size = 0
     splits = num_splits(rows, num_heads, topk, batch_invariant)
-    if splits == 1:
-        return 0
-    return rows_per_launch(rows, num_heads, topk, batch_invariant) * splits * num_heads * (LATENT_DIM + 1) * 4
+    if splits > 1:
+        size = rows_per_launch(rows, num_heads, topk, batch_invariant) * splits * num_heads * (LATENT_DIM + 1) * 4
+    wide_splits = 1 if batch_invariant else max_wide_splits(rows, num_heads, topk)
+    if wide_splits > 1:
+        size = max(size, rows * wide_splits * num_heads * WIDE_PART_BYTES)
+    return size
 
 
 def check_sparse_ckv_decode(

@@ -64,29 +64,39 @@ class _Call(ctypes.Structure):
     )
 
 
-def build(folder: Path) -> ctypes.CDLL:
-    """Compile the kernels with the emulator in place of CUDA."""
+class Emulator:
+    """The kernels, compiled with the emulator in place of CUDA."""
+
+    def __init__(self, library: Path):
+        loaded = ctypes.CDLL(str(library))
+        self.decode, self.mistake = loaded.emulate_sparse_ckv_decode, loaded.emulate_mistake
+        self.decode.argtypes = (ctypes.POINTER(_Call), ctypes.c_int, ctypes.c_void_p, ctypes.c_bool, ctypes.c_bool)
+        self.mistake.argtypes = (ctypes.c_int,)
+        self.decode.restype = self.mistake.restype = ctypes.c_char_p
+
+
+def build(folder: Path) -> Emulator:
     tree = folder / "csrc"
     shutil.copytree(CSRC, tree)
     for path in HERE.iterdir():
         if path.suffix in (".h", ".cuh", ".cpp"):
             shutil.copy(path, tree / "decode" / path.name)
     library = folder / "emulator.so"
-    sources = ["sparse_ckv_decode_sm90.cu", "emulator.cpp"]
+    sources = ["sparse_ckv_decode_sm90.cu", "emulator.cpp", "products.cpp", "mistakes.cpp"]
     command = ["c++", "-std=c++17", "-O2", "-fPIC", "-shared", "-w", "-I.", "-o", library, "-x", "c++", *sources]
     subprocess.run(command, cwd=tree / "decode", check=True, timeout=250)
-    function = ctypes.CDLL(str(library)).emulate_sparse_ckv_decode
-    function.argtypes = (ctypes.POINTER(_Call), ctypes.c_int, ctypes.c_void_p, ctypes.c_bool)
-    function.restype = ctypes.c_char_p
-    return function
+    return Emulator(library)
 
 
 def pointer(tensor: torch.Tensor | None) -> int | None:
     return None if tensor is None else tensor.data_ptr()
 
 
-def run(function, case: DecodeCase) -> tuple[torch.Tensor, torch.Tensor]:
-    """Emulate the case on the CPU. Raises RuntimeError with what the emulator or the launcher has to say."""
+def run(emulator: Emulator, case: DecodeCase, wide: bool = False) -> tuple[torch.Tensor, torch.Tensor]:
+    """Emulate the case on the CPU. Raises RuntimeError with what the emulator or the launcher has to say.
+
+    `wide`: in the wide form, where the head count has one.
+    """
     rows, heads, _ = case.q.shape
     size = case.workspace.numel()
     workspace = torch.full((size + GUARD_BYTES,), POISON_BYTE, dtype=torch.uint8)
@@ -112,7 +122,7 @@ def run(function, case: DecodeCase) -> tuple[torch.Tensor, torch.Tensor]:
         topk=case.indices.shape[1],
     )
     layout = list(LAYOUTS).index(case.layout)
-    error = function(ctypes.byref(call), layout, workspace.data_ptr(), case.batch_invariant)
+    error = emulator.decode(ctypes.byref(call), layout, workspace.data_ptr(), case.batch_invariant, wide)
     if error:
         raise RuntimeError(error.decode())
     assert (workspace[size:] == GUARD).all(), "written beyond the workspace"

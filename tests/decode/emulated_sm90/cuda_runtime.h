@@ -1,5 +1,5 @@
 // Stands in for CUDA's headers where there is no nvcc and no GPU: enough of the language and of the runtime for the
-// sm_90 decode kernels. See emulator.h for how threads run.
+// sm_90 decode kernels. See emulator.cpp for how threads run.
 #pragma once
 
 #include <cmath>
@@ -100,6 +100,8 @@ int block_threads();
 inline uint32_t __ballot_sync(uint32_t, bool predicate) { return warp_ballot(predicate); }
 inline bool __any_sync(uint32_t, bool predicate) { return warp_ballot(predicate) != 0; }
 inline void __syncwarp() { warp_ballot(true); }
+inline uint32_t __shfl_sync(uint32_t, uint32_t x, int lane) { return warp_read(x, lane); }
+inline uint32_t __shfl_xor_sync(uint32_t, uint32_t x, int other) { return warp_read(x, threadIdx.x % 32 ^ other); }
 inline float __shfl_sync(uint32_t, float x, int lane) { return __uint_as_float(warp_read(__float_as_uint(x), lane)); }
 inline float __shfl_xor_sync(uint32_t, float x, int other) {
   return __uint_as_float(warp_read(__float_as_uint(x), threadIdx.x % 32 ^ other));

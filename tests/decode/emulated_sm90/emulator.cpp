@@ -5,6 +5,7 @@
 
 #include <array>
 #include <map>
+#include <memory>
 #include <random>
 #include <stdexcept>
 #include <string>
@@ -12,6 +13,7 @@
 
 #include "sm90_primitives.cuh"
 #include "sparse_ckv_decode_sm90.h"
+#include "threads.h"
 
 Index threadIdx, blockIdx;
 
@@ -60,8 +62,8 @@ struct Copy {
 
 struct Block {
   std::vector<ucontext_t> fibers;
-  std::vector<std::vector<char>> stacks;
   std::vector<bool> done;
+  std::vector<const std::function<bool()>*> waits_for;  // null: it can go on
   std::vector<Warp> warps;
   std::map<int, Gathering> gatherings;
   std::map<uint32_t, Barrier> barriers;
@@ -70,6 +72,8 @@ struct Block {
   int current = 0;
   bool progress = false;
   std::string error;
+  size_t shared = 0;
+  int registers = 0;  // that threads asked for in all
   void (*thread)(void*) = nullptr;
   void* argument = nullptr;
 };
@@ -82,9 +86,12 @@ void give_way() {
   swapcontext(&block->fibers[self], &block->scheduler);
 }
 
-template <class Done>
-void wait_until(const Done& done) {
-  while (!done()) give_way();
+void wait_until(const std::function<bool()>& done) {
+  if (!done()) {
+    block->waits_for[block->current] = &done;
+    give_way();
+    block->waits_for[block->current] = nullptr;
+  }
   block->progress = true;
 }
 
@@ -158,6 +165,12 @@ uint16_t matrix_element(const std::array<uint32_t, 32>& rows, int matrix, int ro
 
 }  // namespace
 
+void wait_for(const std::function<bool()>& done) { wait_until(done); }
+
+size_t shared_size() { return block->shared; }
+
+bool toss() { return random_number() % 2; }
+
 int block_threads() { return static_cast<int>(block->fibers.size()); }
 
 uint32_t warp_ballot(bool predicate) {
@@ -185,18 +198,25 @@ void run_block(uint32_t index, int threads, size_t shared, void (*thread)(void*)
   block = &here;
   std::memset(shared_bytes, 0xFF, sizeof(shared_bytes));
   here.fibers.resize(threads);
-  here.stacks.assign(threads, std::vector<char>(kStackBytes));
+  // Kept from block to block, and never cleared: that would take longer than most blocks run.
+  static std::vector<std::unique_ptr<char[]>> stacks;
+  while (stacks.size() < static_cast<size_t>(threads)) stacks.emplace_back(new char[kStackBytes]);
   here.done.assign(threads, false);
+  here.waits_for.assign(threads, nullptr);
   here.warps.resize(threads / 32);
+  here.shared = shared;
   here.thread = thread;
   here.argument = argument;
   for (int i = 0; i < threads; ++i) {
     getcontext(&here.fibers[i]);
-    here.fibers[i].uc_stack.ss_sp = here.stacks[i].data();
+    here.fibers[i].uc_stack.ss_sp = stacks[i].get();
     here.fibers[i].uc_stack.ss_size = kStackBytes;
     makecontext(&here.fibers[i], fiber_main, 0);
   }
+  begin_products(threads);
   blockIdx = {index};
+  // In one block of two a warp lags behind, so that others run into what it has not read yet.
+  const int slow_warp = random_number() % (2 * here.warps.size());
   for (bool all_done = false; !all_done;) {
     all_done = true;
     here.progress = false;
@@ -205,6 +225,11 @@ void run_block(uint32_t index, int threads, size_t shared, void (*thread)(void*)
       const int next = (i + shift) % threads;
       if (here.done[next]) continue;
       all_done = false;
+      if (here.waits_for[next] && !(*here.waits_for[next])()) continue;
+      if (next / 32 == slow_warp && random_number() % 8) {
+        here.progress = true;
+        continue;
+      }
       here.current = next;
       threadIdx = {static_cast<uint32_t>(next)};
       swapcontext(&here.scheduler, &here.fibers[next]);
@@ -215,6 +240,9 @@ void run_block(uint32_t index, int threads, size_t shared, void (*thread)(void*)
     if (!all_done && !here.progress && !waits_for_copies) throw std::logic_error("every thread of the block waits");
   }
   if (!here.copies.empty()) throw std::logic_error("a block ended before its copies");
+  // What a block was launched with is all that its threads can share out.
+  if (here.registers > 65536 / threads / 8 * 8 * threads) throw std::logic_error("more registers than the block has");
+  end_products();
 }
 
 float bf16_value(uint16_t bits) { return __uint_as_float(static_cast<uint32_t>(bits) << 16); }
@@ -255,6 +283,11 @@ uint16_t fp16_bits(float x) {
 }
 
 namespace torch_sparse_mla::sm90 {
+
+void set_registers(int count) {
+  if (count % 8 || count < 24 || count > 240) throw std::logic_error("no count of registers");
+  block->registers += count;
+}
 
 void barrier_init(uint32_t at, int arrivals) { block->barriers[at] = {arrivals, arrivals, 0, 0}; }
 
@@ -324,13 +357,13 @@ uint32_t e4m3_pair_to_fp16(uint16_t codes) {
 
 // Returns null, or what went wrong.
 extern "C" __attribute__((visibility("default"))) const char* emulate_sparse_ckv_decode(
-    const torch_sparse_mla::SparseCkvDecode* call, int layout, void* workspace, bool batch_invariant) {
+    const torch_sparse_mla::SparseCkvDecode* call, int layout, void* workspace, bool batch_invariant, bool wide) {
   static std::string message;
   try {
     torch_sparse_mla::SparseCkvDecode complete = *call;
     complete.layout = torch_sparse_mla::kRecordLayouts[layout];
     if (const char* reason = torch_sparse_mla::sm90_unsupported(complete, 0)) return reason;
-    torch_sparse_mla::sparse_ckv_decode_sm90(complete, workspace, batch_invariant, 0, nullptr);
+    torch_sparse_mla::sparse_ckv_decode_sm90(complete, workspace, batch_invariant, wide, 0, nullptr);
     return nullptr;
   } catch (const std::exception& error) {
     message = error.what();

@@ -2,6 +2,7 @@
 #pragma once
 
 #include <algorithm>
+#include <stdexcept>
 #include <type_traits>
 
 #include "cuda_runtime.h"
@@ -26,14 +27,30 @@ void barrier_arrive_expecting(uint32_t barrier, int bytes);
 inline void barrier_arrive(uint32_t barrier) { barrier_arrive_expecting(barrier, 0); }
 void barrier_wait(uint32_t barrier, uint32_t parity);
 void copy_to_shared(uint32_t target, const void* source, int bytes, uint32_t barrier);
-inline void fence_async_proxy() {}
+inline void prefetch_to_l2(const void* source, int bytes) {
+  if (reinterpret_cast<uintptr_t>(source) % 16 || bytes % 16) throw std::logic_error("a misaligned prefetch");
+  // Beyond what may be read, this ends the process.
+  volatile char first = static_cast<const char*>(source)[0], last = static_cast<const char*>(source)[bytes - 1];
+}
+void store_shared(uint32_t at, const void* source, uint32_t bytes);
+template <class Word>
+void store_shared(uint32_t at, Word x) {
+  static_assert(std::is_same_v<Word, uint4> || std::is_same_v<Word, uint32_t>);
+  store_shared(at, &x, sizeof(x));
+}
+void fence_async_proxy();
 inline void named_barrier(int id, int threads) { block_barrier(id, threads); }
 inline void launch_dependents() {}
 inline void wait_for_predecessors() {}
-template <int>
-void keep_registers() {}
-template <int>
-void take_registers() {}
+void set_registers(int count);
+template <int kCount>
+void keep_registers() {
+  set_registers(kCount);
+}
+template <int kCount>
+void take_registers() {
+  set_registers(kCount);
+}
 
 struct Matrices {
   uint32_t r[4];
@@ -78,6 +95,10 @@ inline float quad_max(float x) {
 inline float quad_sum(float x) {
   x += __shfl_xor_sync(~0u, x, 1);
   return x + __shfl_xor_sync(~0u, x, 2);
+}
+inline float warp_max(float x) {
+  for (int other = 16; other > 0; other /= 2) x = std::fmax(x, __shfl_xor_sync(~0u, x, other));
+  return x;
 }
 
 }  // namespace torch_sparse_mla::sm90

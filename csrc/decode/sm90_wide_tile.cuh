@@ -1,0 +1,246 @@
+// What the wide attention kernel keeps in shared memory as operands of wgmma: queries and unpacked records.
+//
+// An operand is made of columns of 64 16-bit numbers. A column is rows of 128 bytes, one after another, in which the
+// 16-byte units are permuted by the row's number modulo 8 (the 128-byte swizzle). A row is a head or a token. The same
+// bytes are keys, whose latents are summed over, and values, whose tokens are.
+//
+// Codes stay unscaled, as fp16 numbers that hold them exactly; bf16 numbers stay bf16.
+#pragma once
+
+#include "sm90_records.cuh"
+#include "sm90_wgmma.cuh"
+
+namespace torch_sparse_mla::sm90 {
+
+inline constexpr int kWideHeads = 64;
+inline constexpr int kWideTokens = 48;
+inline constexpr int kWideBlocks = kWideTokens / 8;
+inline constexpr int kWideSteps = kWideTokens / 16;
+
+inline constexpr int kColumnNumbers = 64;
+inline constexpr int kColumnSteps = kColumnNumbers / 16;
+inline constexpr int kRowBytes = 2 * kColumnNumbers;
+inline constexpr int kStepBytes = kRowBytes / kColumnSteps;
+inline constexpr int kSwizzleBytes = 8 * kRowBytes;  // columns are aligned to this
+inline constexpr int kLatentColumns = kLatentDim / kColumnNumbers;
+inline constexpr int kRopeColumn = kLatentColumns;
+inline constexpr int kQueryColumnBytes = kWideHeads * kRowBytes;
+inline constexpr int kTileColumnBytes = kWideTokens * kRowBytes;
+static_assert(kRopeDim == kColumnNumbers);
+static_assert(kQueryColumnBytes % kSwizzleBytes == 0 && kTileColumnBytes % kSwizzleBytes == 0);
+
+// Where the 16-byte unit `unit` of row `row` lies in a column.
+TSM_DEVICE uint32_t swizzled_offset(int row, int unit) { return row * kRowBytes + ((unit ^ row % 8) << 4); }
+
+// The operand that begins `offset` bytes from `address`, a column's or in one. Its groups of eight rows follow one
+// another; from 64 numbers of a row to the next 64, where the operand has so many, there are `column_bytes`.
+TSM_DEVICE uint64_t operand(uint32_t address, int offset, int column_bytes) {
+  constexpr uint32_t kSwizzled = 1u << 30 | kSwizzleBytes >> 4;
+  // Addresses have 18 bits, and no operand reaches beyond them.
+  const uint32_t low = (address >> 4) + (column_bytes >> 4 << 16) + (offset >> 4);
+  return static_cast<uint64_t>(kSwizzled) << 32 | low;
+}
+
+// An operand whose summed dimension is numbers 16 * step on of a column.
+TSM_DEVICE uint64_t along_rows(uint32_t address, int offset, int step) {
+  return operand(address, offset + kStepBytes * step, 16);
+}
+
+// An operand whose summed dimension is tokens 16 * step on, of two columns of a tile.
+TSM_DEVICE uint64_t across_rows(uint32_t address, int offset, int step) {
+  return operand(address, offset + 16 * kRowBytes * step, kTileColumnBytes);
+}
+
+// ---- records
+
+template <int kLayout>
+struct WideTile {
+  using R = Records<kLayout>;
+  using Latent = std::conditional_t<R::kLatent == Storage::kBf16, __nv_bfloat16, __half>;
+  using Rope = std::conditional_t<R::kRope == Storage::kBf16, __nv_bfloat16, __half>;
+  static constexpr int kColumns = kLatentColumns + (R::kRope != Storage::kNone);
+  static constexpr bool kChunkScales = R::kLatent == Storage::kE4m3;
+  // Rows of fp32 scales: one for each chunk, or one for all latents; then one for an e4m3 RoPE part.
+  static constexpr int kScaleRows = kChunkScales ? kChunks : R::kHasScale;
+  static constexpr bool kRopeScale = R::kRope == Storage::kE4m3;
+  static_assert(!(R::kRope == Storage::kBf16 && R::kHasScale && !kChunkScales));
+};
+
+// Eight numbers.
+struct Unit16 {
+  uint4 words;
+};
+
+TSM_DEVICE Unit16 unpack_e4m3(uint2 codes) {
+  Unit16 unit;
+  e4m3_to_fp16(codes.x, unit.words.x, unit.words.y);
+  e4m3_to_fp16(codes.y, unit.words.z, unit.words.w);
+  return unit;
+}
+
+// Eight e2m1 codes times their scale.
+TSM_DEVICE Unit16 unpack_e2m1(uint32_t codes, uint32_t scale) {
+  const uint32_t a = multiply_pair(e2m1_to_fp16<0>(codes), scale), b = multiply_pair(e2m1_to_fp16<1>(codes), scale);
+  const uint32_t c = multiply_pair(e2m1_to_fp16<2>(codes), scale), d = multiply_pair(e2m1_to_fp16<3>(codes), scale);
+  // Each holds two numbers four apart.
+  return {make_uint4(__byte_perm(a, b, 0x5410), __byte_perm(c, d, 0x5410), __byte_perm(a, b, 0x7632),
+                     __byte_perm(c, d, 0x7632))};
+}
+
+template <class Word>
+TSM_DEVICE Word load_record(const uint8_t* at) {
+  return __ldcg(reinterpret_cast<const Word*>(at));
+}
+
+// Sixteen latents of a record, as they are stored.
+template <Storage kLatent>
+struct PackedLatents;
+
+template <>
+struct PackedLatents<Storage::kE4m3> {
+  uint4 codes = make_uint4(0, 0, 0, 0);
+
+  template <int kLayout>
+  TSM_DEVICE void load(const uint8_t* record, int sixteen) {
+    codes = load_record<uint4>(record + 16 * sixteen);
+  }
+  TSM_DEVICE void unpack(Unit16 (&units)[2]) const {
+    units[0] = unpack_e4m3(make_uint2(codes.x, codes.y));
+    units[1] = unpack_e4m3(make_uint2(codes.z, codes.w));
+  }
+};
+
+template <>
+struct PackedLatents<Storage::kE2m1> {
+  uint2 codes = make_uint2(0, 0);
+  uint32_t scale = 0;
+
+  template <int kLayout>
+  TSM_DEVICE void load(const uint8_t* record, int sixteen) {
+    static_assert(kRecordLayouts[kLayout].group_size == 16);
+    codes = load_record<uint2>(record + 8 * sixteen);
+    scale = load_record<uint8_t>(record + Records<kLayout>::kScaleOffset + sixteen);
+  }
+  TSM_DEVICE void unpack(Unit16 (&units)[2]) const {
+    const uint32_t pair = e4m3_pair_to_fp16(static_cast<uint16_t>(scale | scale << 8));
+    const uint32_t times_128 = multiply_pair(pair, 0x58005800u);
+    units[0] = unpack_e2m1(codes.x, times_128);
+    units[1] = unpack_e2m1(codes.y, times_128);
+  }
+};
+
+template <>
+struct PackedLatents<Storage::kBf16> {
+  Unit16 numbers[2] = {{make_uint4(0, 0, 0, 0)}, {make_uint4(0, 0, 0, 0)}};
+
+  template <int kLayout>
+  TSM_DEVICE void load(const uint8_t* record, int sixteen) {
+    numbers[0].words = load_record<uint4>(record + 32 * sixteen);
+    numbers[1].words = load_record<uint4>(record + 32 * sixteen + 16);
+  }
+  TSM_DEVICE void unpack(Unit16 (&units)[2]) const { units[0] = numbers[0], units[1] = numbers[1]; }
+};
+
+// Eight numbers of a RoPE part, as they are stored.
+template <Storage kRope>
+struct PackedRope {
+  static constexpr bool kBf16 = kRope == Storage::kBf16;
+  std::conditional_t<kBf16, uint4, uint2> codes = {};
+
+  TSM_DEVICE void load(const uint8_t* rope, int eight) {
+    codes = load_record<decltype(codes)>(rope + sizeof(codes) * eight);
+  }
+  TSM_DEVICE Unit16 unpack() const {
+    if constexpr (kBf16) {
+      return {codes};
+    } else {
+      return unpack_e4m3(codes);
+    }
+  }
+};
+
+// ---- queries
+
+template <class QueryT, int kWords>
+TSM_DEVICE float peak_of_pairs(const uint32_t (&pairs)[kWords]) {
+  float peak = 0.0f;
+#pragma unroll
+  for (int i = 0; i < kWords; ++i) {
+    const float2 x = float_pair<QueryT>(pairs[i]);
+    peak = fmaxf(peak, fmaxf(fabsf(x.x), fabsf(x.y)));
+  }
+  return peak;
+}
+
+// A warp's share of one head's query: a lane has latents 16 * lane on and a pair of the RoPE part.
+template <int kLayout, class QueryT>
+struct WideQuery {
+  using R = Records<kLayout>;
+  using Narrow = Query<kLayout, QueryT>;
+  static constexpr bool kHasRope = R::kRope != Storage::kNone;
+  static constexpr int kRopeTerms = Narrow::kRopeTerms;
+  static constexpr int kColumns = kLatentColumns + kRopeTerms;
+
+  uint32_t latents[2][4];
+  uint32_t rope[1];
+
+  TSM_DEVICE void load(const uint16_t* source, bool aligned, bool present, int lane) {
+    load_pairs(source + 16 * lane, aligned, present, latents[0]);
+    load_pairs(source + 16 * lane + 8, aligned, present, latents[1]);
+    if constexpr (kHasRope) load_pairs(source + kLatentDim + 2 * lane, aligned, present, rope);
+  }
+
+  // Writes the operand. `factor` and `rope_factor` become those of the head's scores, as in Query.
+  TSM_DEVICE void store(uint32_t columns, int head, int lane, float scale_log2, float& factor, float& rope_factor) {
+    factor = scale_log2;
+    float inverse = 1.0f;
+    if constexpr (Narrow::kHasUnit) {
+      float peak = fmaxf(peak_of_pairs<QueryT>(latents[0]), peak_of_pairs<QueryT>(latents[1]));
+      if constexpr (kHasRope) peak = fmaxf(peak, Narrow::kRopeShare * peak_of_pairs<QueryT>(rope));
+      const Unit unit = unit_of(warp_max(peak));
+      factor = fmaxf(factor * unit.unit * (1 << R::kValueExponent), 0x1p-149f);
+      inverse = unit.inverse;
+#pragma unroll
+      for (int i = 0; i < 8; ++i) {
+        uint32_t& pair = latents[i / 4][i % 4];
+        const float2 x = float_pair<QueryT>(pair);
+        pair = pack_fp16(x.x * inverse, x.y * inverse);
+      }
+    }
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      const uint32_t (&x)[4] = latents[i];
+      store_shared(columns + lane / 4 * kQueryColumnBytes + swizzled_offset(head, lane % 4 * 2 + i),
+                   make_uint4(x[0], x[1], x[2], x[3]));
+    }
+    if constexpr (kHasRope) {
+      store_rope(columns + kRopeColumn * kQueryColumnBytes + swizzled_offset(head, lane / 4) + lane % 4 * 4,
+                 inverse / (1 << R::kValueExponent), rope_factor);
+    }
+  }
+
+ private:
+  TSM_DEVICE void store_rope(uint32_t at, float inverse, float& rope_factor) {
+    if constexpr (!Narrow::kHasUnit) {
+      store_shared(at, rope[0]);
+    } else if constexpr (R::kRope == Storage::kE4m3) {
+      const Unit unit = unit_of(warp_max(peak_of_pairs<QueryT>(rope)));
+      rope_factor = unit.unit * inverse;
+      const float2 x = float_pair<QueryT>(rope[0]);
+      store_shared(at, pack_fp16(x.x * unit.inverse, x.y * unit.inverse));
+    } else {
+      // Exact: see Query.
+      float2 x = float_pair<QueryT>(rope[0]);
+      x = make_float2(x.x * inverse, x.y * inverse);
+#pragma unroll
+      for (int term = 0; term < kRopeTerms; ++term) {
+        const uint32_t packed = pack_bf16(x.x, x.y);
+        store_shared(at + term * kQueryColumnBytes, packed);
+        const float2 taken = float_pair<__nv_bfloat16>(packed);
+        x = make_float2(x.x - taken.x, x.y - taken.y);
+      }
+    }
+  }
+};
+
+}  // namespace torch_sparse_mla::sm90
