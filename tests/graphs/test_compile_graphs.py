@@ -47,6 +47,7 @@ plan_selection
 ce_exchange_start
 ce_exchange_wait
 ce_exchange_start
+current_token_slots
 sparse_ckv_decode
 write_ckv_records
 ce_exchange_wait
@@ -65,7 +66,7 @@ sparse_ckv_decode""",
             self.assertExpectedInline(
                 pieces_of(traced(step.run, *step.inputs)),
                 """\
- 0 graph: write_ckv_records, plan_selection, ce_exchange_start, ce_exchange_wait, ce_exchange_start
+ 0 graph: write_ckv_records, plan_selection, ce_exchange_start, ce_exchange_wait, ce_exchange_start, current_token_slots
  1 split: sparse_ckv_decode
  2 graph: write_ckv_records, ce_exchange_wait, write_ckv_records
  3 split: sparse_ckv_decode
@@ -91,6 +92,8 @@ sparse_ckv_decode""",
           ce_exchange_wait
           ce_exchange_start
           ce_exchange_start
+          current_token_slots
+          current_token_slots
  1 split: sparse_ckv_decode
  2 graph:
  3 split: sparse_ckv_decode
@@ -144,6 +147,7 @@ sparse_ckv_decode""",
 0 clones
 2 ce_exchange_start
 2 ce_exchange_wait
+1 current_token_slots
 1 plan_selection
 4 sparse_ckv_decode
 7 write_ckv_records""",
