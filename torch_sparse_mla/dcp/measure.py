@@ -25,9 +25,8 @@ from .steps import Steps, finish
 # hidden by latencies, and memory for many is not there.
 PROBE_RECORDS = (512, 4096)
 PROBE_RECORD_BYTES = 1024
-ROUNDS = 3
-# In a round. On a CPU no call waits for its launch.
-CALLS = {"cuda": 5, "cpu": 1}
+# And calls in a round. On a CPU no call waits for its launch, and a call takes so long that one will do.
+ROUNDS, CALLS = {"cuda": 3, "cpu": 1}, {"cuda": 5, "cpu": 1}
 # A rank may still compile the kernels of an exchange while its peers wait.
 COMPILE_TIMEOUT_S = 60.0
 # 0.3 ms of a 2 GHz clock: longer than the host takes for a launch, checks included.
@@ -81,12 +80,13 @@ class Stopwatch:
 
     def __init__(self, device: torch.device, launches: int, sharing: int = 1) -> None:
         """Args: launches: of one call. sharing: ranks that take turns on this thread, each with a call."""
-        self.device, self.sharing, self.calls = device, sharing, CALLS[device.type]
+        self.device, self.sharing = device, sharing
+        self.rounds, self.calls = ROUNDS[device.type], CALLS[device.type]
         self.marks: list[float | torch.cuda.Event] = []
         if device.type == "cuda":
             torch.cuda.synchronize(device)
             with torch.cuda.device(device):
-                torch.cuda._sleep(ROUNDS * (1 + self.calls) * launches * sharing * HOLD_CYCLES_PER_LAUNCH)
+                torch.cuda._sleep(self.rounds * (1 + self.calls) * launches * sharing * HOLD_CYCLES_PER_LAUNCH)
 
     def mark(self) -> None:
         """Before and after the calls of each round."""
@@ -246,7 +246,7 @@ def _time_steps(call: Callable[[], Steps[None]], rank: Rank, device: torch.devic
     yield from call()
     sharing = rank.world if isinstance(as_group(rank.group), LoopbackRank) else 1
     watch = Stopwatch(device, launches, sharing)
-    for _ in range(ROUNDS):
+    for _ in range(watch.rounds):
         # Ranks begin a round together.
         yield from call()
         watch.mark()
@@ -331,7 +331,7 @@ def _time(action: Callable[[], object], device: torch.device) -> float:
     # Once for what is compiled at the first call.
     action()
     watch = Stopwatch(device, LAUNCHES)
-    for _ in range(ROUNDS):
+    for _ in range(watch.rounds):
         action()
         watch.mark()
         for _ in range(watch.calls):

@@ -196,8 +196,8 @@ def launches(
 
 @functools.cache
 def num_sms(device: torch.device) -> int:
-    """Multiprocessors of a GPU; some number for the interpreter's CPU tensors."""
-    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 16
+    """Multiprocessors of a GPU; a few for the interpreter's CPU tensors, since it runs programs one after another."""
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 2
 
 
 def _geometry(channel: Any, place: tuple[int, int], first: int, call_layers: int) -> tuple[int, ...]:
