@@ -10,6 +10,9 @@ from pathlib import Path
 import pytest
 import torch
 
+from torch_sparse_mla.__main__ import main
+from torch_sparse_mla.commands import processes
+
 TIMEOUT_S = 300
 SMALL = ["--model", "glm_moe_dsa", "--layout", "fp8_ds_mla", "--context", "96", "--tokens", "3"]
 
@@ -43,17 +46,18 @@ def test_two_processes_run_every_strategy_that_they_can(tmp_path):
     assert "Not run: peer_read: a gloo group of 2 on the CPU: a process maps no memory of another" in result.stdout
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["--strategy", "peer_read"], "got 'peer_read', which cannot run here: a gloo group of 2 on the CPU"),
-        (["--world", "4"], "argument --world: got '4'; allowed: 2, the processes of torchrun"),
-    ],
-    ids=["peer_read", "world"],
-)
-def test_processes_refuse(arguments, message):
-    result = torchrun(2, *SMALL, *arguments)
-    assert result.returncode != 0 and message in result.stderr
+def test_processes_refuse_what_maps_memory():
+    result = torchrun(2, *SMALL, "--strategy", "peer_read")
+    assert result.returncode != 0
+    assert "got 'peer_read', which cannot run here: a gloo group of 2 on the CPU" in result.stderr
+
+
+def test_processes_refuse_another_world(monkeypatch, capsys):
+    monkeypatch.setattr(processes, "launched_world", lambda: 2)
+    with pytest.raises(SystemExit) as refused:
+        main(["demo", "--device", "cpu", *SMALL, "--world", "4"])
+    assert refused.value.code == 2
+    assert "argument --world: got '4'; allowed: 2, the processes of torchrun" in capsys.readouterr().err
 
 
 @pytest.mark.gpu
