@@ -11,6 +11,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from torch_sparse_mla import ExchangeError, LoopbackGroup, ce_exchange_layers, ce_exchange_start, ce_exchange_wait
 
+from ..decode import cases as decode_cases
 from .captured import Reader, capture, put, ready, wrong_bytes
 from .cases import POISON, Shape, make_channel, make_step, make_world, owned_by_one, set_counters
 
@@ -183,6 +184,30 @@ def test_sets_that_peers_write_hold_until_they_are_read(slow, worlds, generator)
     check(world)
     assert [int(reader.wrong) for reader in readers] == [0] * 4
     assert {int(channel.state[0]) for channel in world.channels} == {int(world.channels[0].state[1])}
+
+
+@pytest.mark.parametrize("transport", ["direct"], indirect=True)
+def test_attention_before_a_push_finds_room_beside_a_wait(worlds, generator):
+    """A rank waits with all the programs that it may have, on a GPU that a peer's attention needs before its push."""
+    world = worlds(Shape(world=2, requests=2, rows_per_request=4, topk=512, tokens=1024, record_bytes=656), timeout_s=3)
+    step = make_step(world.shape, generator)
+    attention = decode_cases.make_case(rows=128, heads=16, topk=256).to("cuda")
+    world.load(step)
+    exchange_in_turn(world, 3)
+    decode_cases.call("op-cuda", "sparse_ckv_decode", attention.args())
+    streams = [torch.cuda.Stream() for _ in world.ranks]
+    for _ in range(5):
+        world.load(step)
+        torch.cuda.synchronize()
+        for (rank, channel), stream in zip(world.both(), streams, strict=True):
+            with torch.cuda.stream(stream):
+                if rank.rank == 1:
+                    # The other one's wait is there by then.
+                    torch.cuda._sleep(2_000_000)
+                    decode_cases.call("op-cuda", "sparse_ckv_decode", attention.args())
+                ce_exchange_layers(*rank.arguments(channel))
+        check(world)
+        world.assert_arrived(step)
 
 
 def test_overlapping_work_does_not_disturb(worlds, generator):

@@ -2,8 +2,9 @@
 
 How many programs a launch has. Those that move records through a GPU's own memory take all that run at once, which is
 what it takes to keep the memory busy. Those that store at peers are held up by the link; half leaves registers to what
-runs beside them. Those that poll must all run at once with those of every rank that shares the GPU, while pushes still
-find room: half of the GPU is divided among these ranks.
+runs beside them. Those that poll are one for a multiprocessor at most, and all ranks that share the GPU together leave
+an eighth of the multiprocessors alone: what a peer waits for may come, on this very GPU, behind an attention kernel,
+whose blocks take a whole multiprocessor each and would wait for one that does not poll until the timeout.
 """
 
 import functools
@@ -137,7 +138,8 @@ def push_launches(channel: Any, operands: Operands, peers: torch.Tensor, place: 
     Args: place: the set of workspaces that this call fills, and where it lies; see `DirectTransport`.
     """
     per_sm = kernels.BLOCKS_PER_SM if channel.world == 1 else kernels.BLOCKS_PER_SM // 2
-    for first, grid, form in launches(channel, len(operands.caches), operands.unit, per_sm):
+    programs = per_sm * num_sms(channel.device)
+    for first, grid, form in launches(channel, len(operands.caches), operands.unit, programs):
         arguments = (
             *padded(operands.caches, first),
             *padded(operands.workspaces, first),
@@ -153,9 +155,9 @@ def push_launches(channel: Any, operands: Operands, peers: torch.Tensor, place: 
 
 def wait_launches(channel: Any, operands: Operands, peers: torch.Tensor, place: tuple[int, int]) -> Iterator[Launch]:
     """Bring the peers' records from where they arrived into the workspaces, and count the exchange as waited for."""
-    # Where peers write the workspaces there is as good as nothing to copy.
-    per_sm = kernels.BLOCKS_PER_SM // 2 if place[0] < 0 else 1
-    for first, grid, form in launches(channel, len(operands.caches), operands.unit, per_sm, channel.sharing):
+    sms = num_sms(channel.device)
+    programs = (sms - sms // 8) // channel.sharing
+    for first, grid, form in launches(channel, len(operands.caches), operands.unit, programs):
         arguments = (
             *padded(operands.workspaces, first),
             operands.owner_offsets,
@@ -177,16 +179,10 @@ def unit_of(call: ExchangeCall) -> int:
 
 
 def launches(
-    channel: Any, call_layers: int, unit: int, per_sm: int, sharing: int = 1
+    channel: Any, call_layers: int, unit: int, programs: int
 ) -> Iterator[tuple[int, tuple[int, int], dict[str, Any]]]:
-    """First layer, grid and constants of each launch: of static sizes alone.
-
-    Args:
-        per_sm: programs on each multiprocessor, for all layers of a launch and all ranks that share the GPU together.
-        sharing: those ranks.
-    """
+    """First layer, grid and constants of each launch: of static sizes alone. Args: programs: the most of a launch."""
     form = kernels.tile(channel.configuration.record_bytes, unit)
-    programs = per_sm * num_sms(channel.device) // sharing
     for first in range(0, call_layers, kernels.LAYERS_PER_LAUNCH):
         layers = min(kernels.LAYERS_PER_LAUNCH, call_layers - first)
         blocks = max(min(-(-channel.configuration.capacity_records // form["ROWS"]), programs // layers), 1)

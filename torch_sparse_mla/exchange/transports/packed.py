@@ -187,8 +187,8 @@ class PackedTransport(PeerTransport):
 
     def _launches(self, operands: Operands) -> Iterator[tuple[int, tuple[int, int], dict[str, Any]]]:
         """Nothing here polls."""
-        layers = len(operands.caches)
-        for first, grid, form in launching.launches(self.channel, layers, operands.unit, kernels.BLOCKS_PER_SM):
+        layers, programs = len(operands.caches), kernels.BLOCKS_PER_SM * launching.num_sms(self.channel.device)
+        for first, grid, form in launching.launches(self.channel, layers, operands.unit, programs):
             yield first, grid, form | {"LEAVE": self.leave, **kernels.OPTIONS}
 
     def _geometry(self, call_layers: int, message_distance: int, first: int) -> tuple[int, ...]:
