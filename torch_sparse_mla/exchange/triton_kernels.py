@@ -27,21 +27,21 @@ from .triton_parts import (
     WAIT_BEFORE_START,
     WAIT_BLOCKS,
     WAITED,
-    _choose,
-    _copy_vectors,
-    _fence,
-    _is_last_block,
-    _is_refused,
-    _load_vectors,
-    _now,
-    _plan_digest,
-    _pointer,
-    _record_error,
-    _segment,
-    _sources,
-    _store_release,
-    _store_vectors,
-    _units,
+    as_units,
+    choose,
+    copy_vectors,
+    fence_system,
+    is_last_block,
+    is_refused,
+    load_vectors,
+    now,
+    peer_pointer,
+    plan_digest,
+    record_error,
+    segment,
+    sources,
+    store_release,
+    store_vectors,
 )
 
 __all__ = ["ce_exchange", "ce_exchange_layers", "ce_exchange_start", "ce_exchange_wait"]
@@ -181,16 +181,16 @@ def _push_kernel(
     own = tl.load(peers)
     started = tl.load(state + STARTED)
     waited = tl.load(state + WAITED)
-    if _is_refused(state, peers, host_error, tag, rank, NATIVE):
+    if is_refused(state, peers, host_error, tag, rank, NATIVE):
         return
     if started != waited:
-        _record_error(state, peers, host_error, START_BEFORE_WAIT, rank, started, NATIVE)
+        record_error(state, peers, host_error, START_BEFORE_WAIT, rank, started, NATIVE)
         return
     epoch = started + 1
     words = _own_words(peers, own, slab_16, world)
     placed = _is_placed(words, place, epoch)
-    cache = _units(_choose(layer, cache_0, cache_1, cache_2, cache_3), UNIT)
-    workspace = _units(_choose(layer, workspace_0, workspace_1, workspace_2, workspace_3), UNIT)
+    cache = as_units(choose(layer, cache_0, cache_1, cache_2, cache_3), UNIT)
+    workspace = as_units(choose(layer, workspace_0, workspace_1, workspace_2, workspace_3), UNIT)
     there = tl.where(placed != 0, place_16, (epoch & 1) * slab_16)
     there += (first_layer + layer).to(tl.int64) * slab_layer_16
     tile = tl.arange(0, VECTORS)
@@ -198,51 +198,51 @@ def _push_kernel(
     row, part = tile // RECORD, tile % RECORD
     if SCATTER:
         # One request. Tiles of all receivers are dealt to the blocks: one after another would add up their latencies.
-        begin, end = _segment(owner_offsets, 0, rank, world, capacity)
+        begin, end = segment(owner_offsets, 0, rank, world, capacity)
         tiles = tl.cdiv(end - begin, ROWS)
         for item in range(block, tiles * world, tl.num_programs(0)):
             step = item // tiles
             rows = begin + item % tiles * ROWS + row
             live = (row < ROWS) & (rows < end)
             entries = ((rank + step) % world).to(tl.int64) * (end - begin) + rows - begin
-            source, present = _sources(
+            source, present = sources(
                 owned_slots, entries, live & (entries < capacity), page_stride, page_size, num_slots, RECORD
             )
             for column in range(0, RECORD, VECTORS):
                 at = part + column
                 inside = live & (at < RECORD)
                 to = rows.to(tl.int64) * RECORD + at
-                values = _load_vectors(cache, source + at, inside & present, UNIT)
+                values = load_vectors(cache, source + at, inside & present, UNIT)
                 if step == 0:
-                    _store_vectors(workspace, to, values, inside, UNIT)
+                    store_vectors(workspace, to, values, inside, UNIT)
                 else:
-                    memory = _units(_pointer(peers, tl.load(peers + step) + there), UNIT)
-                    _store_vectors(memory, to, values, inside, UNIT)
+                    memory = as_units(peer_pointer(peers, tl.load(peers + step) + there), UNIT)
+                    store_vectors(memory, to, values, inside, UNIT)
     else:
         base = tl.full((), 0, tl.int64)
         for request in range(requests):
-            begin, end = _segment(owner_offsets, request, rank, world, capacity)
+            begin, end = segment(owner_offsets, request, rank, world, capacity)
             for first in range(begin + block * ROWS, end, tl.num_programs(0) * ROWS):
                 rows = first + row
                 live = (row < ROWS) & (rows < end)
                 entries = base + rows - begin
-                source, present = _sources(owned_slots, entries, live, page_stride, page_size, num_slots, RECORD)
+                source, present = sources(owned_slots, entries, live, page_stride, page_size, num_slots, RECORD)
                 for column in range(0, RECORD, VECTORS):
                     at = part + column
                     inside = live & (at < RECORD)
                     to = (base + rows) * RECORD + at
-                    values = _load_vectors(cache, source + at, inside & present, UNIT)
-                    _store_vectors(workspace, to, values, inside, UNIT)
+                    values = load_vectors(cache, source + at, inside & present, UNIT)
+                    store_vectors(workspace, to, values, inside, UNIT)
                     for target in range(num_targets):
-                        memory = _units(_pointer(peers, tl.load(peers + 1 + target) + there), UNIT)
-                        _store_vectors(memory, to, values, inside, UNIT)
+                        memory = as_units(peer_pointer(peers, tl.load(peers + 1 + target) + there), UNIT)
+                        store_vectors(memory, to, values, inside, UNIT)
             base += capacity
     if LAST:
         # Here, so that it is not waited for where stores are.
-        digest = _plan_digest(owner_offsets, requests * (world + 1))
-    _fence(NATIVE)
+        digest = plan_digest(owner_offsets, requests * (world + 1))
+    fence_system(NATIVE)
     if LAST:
-        is_last = _is_last_block(state + START_BLOCKS)
+        is_last = is_last_block(state + START_BLOCKS)
         if is_last:
             tl.store(state + STARTED, epoch)
             # Not the epoch, where it was not placed.
@@ -253,7 +253,7 @@ def _push_kernel(
             flag |= _flag_low(epoch, call_layers, placed, place).to(tl.int64) & 0xFFFFFFFF
             for target in range(num_targets):
                 flags = _flags(peers, tl.load(peers + 1 + target), slab_16)
-                _store_release(flags + (epoch & 1) * world + rank, flag, NATIVE)
+                store_release(flags + (epoch & 1) * world + rank, flag, NATIVE)
 
 
 @triton.jit(do_not_specialize=SCALARS)
@@ -290,7 +290,7 @@ def _wait_kernel(
     host_error = tl.load(peers + world)
     started = tl.load(state + STARTED)
     waited = tl.load(state + WAITED)
-    if _is_refused(state, peers, host_error, tag, rank, NATIVE):
+    if is_refused(state, peers, host_error, tag, rank, NATIVE):
         return
     # By the counter of starts: the block that waits may have counted the wait before another one looks.
     last_placed = tl.load(_own_words(peers, own, slab_16, world) + PLACED_WORD)
@@ -299,13 +299,13 @@ def _wait_kernel(
         return
     epoch = waited + 1
     if started == waited:
-        _record_error(state, peers, host_error, WAIT_BEFORE_START, rank, waited, NATIVE)
+        record_error(state, peers, host_error, WAIT_BEFORE_START, rank, waited, NATIVE)
         return
-    workspace = _units(_choose(layer, workspace_0, workspace_1, workspace_2, workspace_3), UNIT)
+    workspace = as_units(choose(layer, workspace_0, workspace_1, workspace_2, workspace_3), UNIT)
     slab = own + (epoch & 1) * slab_16 + (first_layer + layer).to(tl.int64) * slab_layer_16
     flags = _flags(peers, own, slab_16)
-    memory = _units(_pointer(peers, slab), UNIT)
-    digest = _plan_digest(owner_offsets, requests * (world + 1))
+    memory = as_units(peer_pointer(peers, slab), UNIT)
+    digest = plan_digest(owner_offsets, requests * (world + 1))
     expected = _flag_low(epoch, call_layers, placed, place)
     arrived = flags + (epoch & 1) * world
     failed = 0
@@ -314,19 +314,19 @@ def _wait_kernel(
         if failed == 0:
             failed = _await(arrived + peer, expected, digest, timeout_ns, NATIVE)
             if failed != 0:
-                _record_error(state, peers, host_error, failed, peer, epoch, NATIVE)
+                record_error(state, peers, host_error, failed, peer, epoch, NATIVE)
         if (failed == 0) & (placed == 0):
             base = tl.full((), 0, tl.int64)
             for request in range(requests):
-                begin, end = _segment(owner_offsets, request, peer, world, capacity)
+                begin, end = segment(owner_offsets, request, peer, world, capacity)
                 skipped = (base + begin) * RECORD * (4 if UNIT == 4 else 1)
                 count = (end - begin).to(tl.int64) * RECORD
-                _copy_vectors(memory + skipped, workspace + skipped, count, UNIT, VECTORS)
+                copy_vectors(memory + skipped, workspace + skipped, count, UNIT, VECTORS)
                 base += capacity
     if LAST:
         is_last = placed != 0
         if (failed == 0) & (placed == 0):
-            is_last = _is_last_block(state + WAIT_BLOCKS)
+            is_last = is_last_block(state + WAIT_BLOCKS)
         if is_last & (failed == 0):
             tl.store(state + WAITED, epoch)
 
@@ -337,11 +337,11 @@ def _await(flag, expected, digest, timeout_ns, NATIVE: tl.constexpr):
     found = _poll(flag)
     polls = 0
     waiting = _is_behind(found, expected).to(tl.int32)
-    begin = _now(NATIVE)
+    begin = now(NATIVE)
     while waiting != 0:
         found = _poll(flag)
         polls += 1
-        late = _now(NATIVE) - begin > timeout_ns if NATIVE else polls >= INTERPRETED_POLLS
+        late = now(NATIVE) - begin > timeout_ns if NATIVE else polls >= INTERPRETED_POLLS
         waiting = (_is_behind(found, expected) & (late == 0)).to(tl.int32)
     tl.debug_barrier()
     result = 0
@@ -374,7 +374,7 @@ def _flag_low(epoch, call_layers, placed, place):
 @triton.jit
 def _flags(peers, memory, slab_16):
     """Of the rank whose memory is so many times 16 bytes after the table."""
-    return _pointer(peers, memory + SLABS * slab_16).to(tl.pointer_type(tl.int64))
+    return peer_pointer(peers, memory + SLABS * slab_16).to(tl.pointer_type(tl.int64))
 
 
 @triton.jit

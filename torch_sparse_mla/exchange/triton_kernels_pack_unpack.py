@@ -24,20 +24,20 @@ from .triton_parts import (
     WAIT_BEFORE_START,
     WAIT_BLOCKS,
     WAITED,
-    _choose,
-    _copy_vectors,
-    _fence,
-    _is_last_block,
-    _is_refused,
-    _load_vectors,
-    _plan_digest,
-    _pointer,
-    _record_error,
-    _segment,
-    _sources,
-    _store_release,
-    _store_vectors,
-    _units,
+    as_units,
+    choose,
+    copy_vectors,
+    fence_system,
+    is_last_block,
+    is_refused,
+    load_vectors,
+    peer_pointer,
+    plan_digest,
+    record_error,
+    segment,
+    sources,
+    store_release,
+    store_vectors,
 )
 
 OTHER_EPOCH = tl.constexpr(channels.OTHER_EPOCH)
@@ -149,7 +149,7 @@ def _pack_kernel(
     block, layer = tl.program_id(0), tl.program_id(1)
     host_error = tl.load(memory + world)
     flags = _int32(memory, tl.load(memory) + flags_16)
-    if _is_refused(state, memory, host_error, tag, rank, NATIVE):
+    if is_refused(state, memory, host_error, tag, rank, NATIVE):
         return
     started = tl.load(state + STARTED)
     if started != tl.load(state + WAITED):
@@ -161,46 +161,48 @@ def _pack_kernel(
         if withheld != rank:
             _give_up(state, memory, host_error, TIMED_OUT, withheld, epoch, flags, world, NATIVE)
             return
-    cache = _units(_choose(layer, cache_0, cache_1, cache_2, cache_3), UNIT)
-    workspace = _units(_choose(layer, workspace_0, workspace_1, workspace_2, workspace_3), UNIT)
+    cache = as_units(choose(layer, cache_0, cache_1, cache_2, cache_3), UNIT)
+    workspace = as_units(choose(layer, workspace_0, workspace_1, workspace_2, workspace_3), UNIT)
     message = tl.load(memory + world + 1)
-    in_message = _units(_pointer(memory, message + 1 + (first_layer + layer).to(tl.int64) * message_layer_16), UNIT)
+    in_message = as_units(
+        peer_pointer(memory, message + 1 + (first_layer + layer).to(tl.int64) * message_layer_16), UNIT
+    )
     overflow = overflow_16 + (first_layer + layer).to(tl.int64) * overflow_layer_16
     tile = tl.arange(0, VECTORS)
     row, part = tile // RECORD, tile % RECORD
     base = tl.full((), 0, tl.int64)
     packed = tl.full((), 0, tl.int64)
     for request in range(requests):
-        begin, end = _segment(owner_offsets, request, rank, world, capacity)
+        begin, end = segment(owner_offsets, request, rank, world, capacity)
         for first in range(begin + block * ROWS, end, tl.num_programs(0) * ROWS):
             rows = first + row
             live = (row < ROWS) & (rows < end)
             owned = base + rows - begin
-            source, present = _sources(owned_slots, owned, live, page_stride, page_size, num_slots, RECORD)
+            source, present = sources(owned_slots, owned, live, page_stride, page_size, num_slots, RECORD)
             entries = packed + rows - begin
             fits = entries < fitting
             for column in range(0, RECORD, VECTORS):
                 at = part + column
                 inside = live & (at < RECORD)
                 to = (base + rows) * RECORD + at
-                values = _load_vectors(cache, source + at, inside & present, UNIT)
-                _store_vectors(workspace, to, values, inside, UNIT)
-                _store_vectors(in_message, entries * RECORD + at, values, inside & fits, UNIT)
+                values = load_vectors(cache, source + at, inside & present, UNIT)
+                store_vectors(workspace, to, values, inside, UNIT)
+                store_vectors(in_message, entries * RECORD + at, values, inside & fits, UNIT)
                 if packed + tl.minimum(first + ROWS, end) - begin > fitting:
                     for target in range(1, world):
-                        there = _units(_pointer(memory, tl.load(memory + target) + overflow), UNIT)
-                        _store_vectors(there, to, values, inside & (fits == 0), UNIT)
+                        there = as_units(peer_pointer(memory, tl.load(memory + target) + overflow), UNIT)
+                        store_vectors(there, to, values, inside & (fits == 0), UNIT)
         base += capacity
         packed += tl.maximum(end - begin, 0)
-    _fence(NATIVE)
+    fence_system(NATIVE)
     if LAST:
-        is_last = _is_last_block(state + START_BLOCKS)
+        is_last = is_last_block(state + START_BLOCKS)
         if is_last:
             tl.store(state + STARTED, epoch)
             header = _int32(memory, message)
             tl.store(header, epoch)
             tl.store(header + 1, call_layers)
-            tl.store(header + 2, _plan_digest(owner_offsets, requests * (world + 1)))
+            tl.store(header + 2, plan_digest(owner_offsets, requests * (world + 1)))
             if LEAVE:
                 for peer in range(world):
                     tl.store(flags + world + peer, 0)
@@ -240,40 +242,40 @@ def _unpack_kernel(
     own = tl.load(memory)
     host_error = tl.load(memory + world)
     flags = _int32(memory, own + flags_16)
-    if _is_refused(state, memory, host_error, tag, rank, NATIVE):
+    if is_refused(state, memory, host_error, tag, rank, NATIVE):
         return
     waited = tl.load(state + WAITED)
     epoch = waited + 1
     if tl.load(state + STARTED) == waited:
         _give_up(state, memory, host_error, WAIT_BEFORE_START, rank, waited, flags, world, NATIVE)
         return
-    digest = _plan_digest(owner_offsets, requests * (world + 1))
+    digest = plan_digest(owner_offsets, requests * (world + 1))
     failed, culprit = _failure(memory, flags, own, message_16, rank, world, epoch, call_layers, digest)
     if failed != 0:
         _give_up(state, memory, host_error, failed, culprit, epoch, flags, world, NATIVE)
         return
-    workspace = _units(_choose(layer, workspace_0, workspace_1, workspace_2, workspace_3), UNIT)
+    workspace = as_units(choose(layer, workspace_0, workspace_1, workspace_2, workspace_3), UNIT)
     distance = 1 + (first_layer + layer).to(tl.int64) * message_layer_16
     overflow = own + overflow_16 + (first_layer + layer).to(tl.int64) * overflow_layer_16
-    beyond = _units(_pointer(memory, overflow), UNIT)
+    beyond = as_units(peer_pointer(memory, overflow), UNIT)
     for step in range(1, world):
         peer = (rank + step) % world
-        message = _units(_pointer(memory, own + peer.to(tl.int64) * message_16 + distance), UNIT)
+        message = as_units(peer_pointer(memory, own + peer.to(tl.int64) * message_16 + distance), UNIT)
         base = tl.full((), 0, tl.int64)
         packed = tl.full((), 0, tl.int64)
         for request in range(requests):
-            begin, end = _segment(owner_offsets, request, peer, world, capacity)
+            begin, end = segment(owner_offsets, request, peer, world, capacity)
             count = tl.maximum(end - begin, 0).to(tl.int64)
             fits = tl.minimum(tl.maximum(fitting - packed, 0), count)
             vector = 4 if UNIT == 4 else 1
             to = (base + begin) * RECORD * vector
-            _copy_vectors(message + packed * RECORD * vector, workspace + to, fits * RECORD, UNIT, VECTORS)
+            copy_vectors(message + packed * RECORD * vector, workspace + to, fits * RECORD, UNIT, VECTORS)
             to += fits * RECORD * vector
-            _copy_vectors(beyond + to, workspace + to, (count - fits) * RECORD, UNIT, VECTORS)
+            copy_vectors(beyond + to, workspace + to, (count - fits) * RECORD, UNIT, VECTORS)
             base += capacity
             packed += count
     if LAST:
-        is_last = _is_last_block(state + WAIT_BLOCKS)
+        is_last = is_last_block(state + WAIT_BLOCKS)
         if is_last:
             tl.store(state + WAITED, epoch)
             tl.store(_int32(memory, host_error) + PROGRESS_WORD, epoch)
@@ -282,7 +284,7 @@ def _unpack_kernel(
                     tl.store(flags + peer, 0)
                 for target in range(1, world):
                     theirs = _int32(memory, tl.load(memory + target) + flags_16)
-                    _store_release(theirs + world + rank, tl.full((), 0, tl.int32) + ARRIVED, NATIVE)
+                    store_release(theirs + world + rank, tl.full((), 0, tl.int32) + ARRIVED, NATIVE)
 
 
 @triton.jit(do_not_specialize=["count"])
@@ -339,11 +341,11 @@ def _first_forced(flags, rank, world):
 def _give_up(state, memory, host_error, code, peer, epoch, flags, world, NATIVE: tl.constexpr):
     """Record the error. From then on no stream waits here, in a replay either: nobody takes back a forced flag, and all
     that peers write is that they came."""
-    _record_error(state, memory, host_error, code, peer, epoch, NATIVE)
+    record_error(state, memory, host_error, code, peer, epoch, NATIVE)
     for flag in range(2 * world):
         tl.store(flags + flag, tl.full((), 0, tl.int32) + FORCED)
 
 
 @triton.jit
 def _int32(memory, distance_16):
-    return _pointer(memory, distance_16).to(tl.pointer_type(tl.int32))
+    return peer_pointer(memory, distance_16).to(tl.pointer_type(tl.int32))

@@ -38,7 +38,7 @@ def _lanes(UNIT: tl.constexpr):
 
 
 @triton.jit
-def _load_vectors(pointer, at, inside, UNIT: tl.constexpr):
+def load_vectors(pointer, at, inside, UNIT: tl.constexpr):
     """Those at `at` [n] vectors behind the pointer: [n, elements]; zeros where not inside."""
     lanes = _lanes(UNIT)
     places = at[:, None] * lanes.shape[0] + lanes[None, :]
@@ -46,24 +46,24 @@ def _load_vectors(pointer, at, inside, UNIT: tl.constexpr):
 
 
 @triton.jit
-def _store_vectors(pointer, at, values, inside, UNIT: tl.constexpr):
+def store_vectors(pointer, at, values, inside, UNIT: tl.constexpr):
     lanes = _lanes(UNIT)
     places = at[:, None] * lanes.shape[0] + lanes[None, :]
     tl.store(pointer + places, values, mask=inside[:, None])
 
 
 @triton.jit
-def _copy_vectors(source, target, count, UNIT: tl.constexpr, VECTORS: tl.constexpr):
+def copy_vectors(source, target, count, UNIT: tl.constexpr, VECTORS: tl.constexpr):
     """The blocks of one layer copy `count` vectors that follow one another."""
     tile = tl.arange(0, VECTORS)
     block = tl.program_id(0).to(tl.int64)
     for first in range(block * VECTORS, count, tl.num_programs(0) * VECTORS):
         inside = first + tile < count
-        _store_vectors(target, first + tile, _load_vectors(source, first + tile, inside, UNIT), inside, UNIT)
+        store_vectors(target, first + tile, load_vectors(source, first + tile, inside, UNIT), inside, UNIT)
 
 
 @triton.jit
-def _is_last_block(counter):
+def is_last_block(counter):
     """Counts the block in. Whether it is the last of the grid, which resets the counter.
 
     What all blocks stored and fenced is then visible to this one, and through its releases to whoever acquires them.
@@ -78,7 +78,7 @@ def _is_last_block(counter):
 
 
 @triton.jit
-def _is_refused(state, peers, host_error, tag, rank, NATIVE: tl.constexpr):
+def is_refused(state, peers, host_error, tag, rank, NATIVE: tl.constexpr):
     """Whether the state is another channel's, or tells of an error. Of these two nothing but this call knows: another
     channel's state, which is left alone, and a replay after close."""
     error = tl.load(state + ERROR)
@@ -90,7 +90,7 @@ def _is_refused(state, peers, host_error, tag, rank, NATIVE: tl.constexpr):
 
 
 @triton.jit
-def _record_error(state, peers, host_error, code, peer, epoch, NATIVE: tl.constexpr):
+def record_error(state, peers, host_error, code, peer, epoch, NATIVE: tl.constexpr):
     """Keep the first error, on the device for later kernels and in host memory for the next eager call."""
     if tl.atomic_cas(state + ERROR, 0, code, sem="acq_rel", scope="sys") == 0:
         tl.store(state + ERROR_PEER, peer)
@@ -100,14 +100,14 @@ def _record_error(state, peers, host_error, code, peer, epoch, NATIVE: tl.conste
 
 @triton.jit
 def _tell_host(peers, host_error, code, peer, epoch, NATIVE: tl.constexpr):
-    host = _pointer(peers, host_error).to(tl.pointer_type(tl.int32))
+    host = peer_pointer(peers, host_error).to(tl.pointer_type(tl.int32))
     tl.store(host + 1, peer)
     tl.store(host + 2, epoch)
-    _store_release(host, code, NATIVE)
+    store_release(host, code, NATIVE)
 
 
 @triton.jit
-def _segment(owner_offsets, request, owner, world, capacity):
+def segment(owner_offsets, request, owner, world, capacity):
     """Where an owner's records lie in a request's union; whatever the plan says, within the request's capacity."""
     offsets = owner_offsets + request * (world + 1) + owner
     begin = tl.minimum(tl.maximum(tl.load(offsets), 0), capacity)
@@ -115,7 +115,7 @@ def _segment(owner_offsets, request, owner, world, capacity):
 
 
 @triton.jit
-def _sources(owned_slots, entries, live, stride, page_size, num_slots, RECORD: tl.constexpr):
+def sources(owned_slots, entries, live, stride, page_size, num_slots, RECORD: tl.constexpr):
     """Where the records of a plan's entries lie in the cache, in vectors, and which of them there are."""
     slots = tl.load(owned_slots + entries, mask=live, other=-1)
     present = live & (slots >= 0) & (slots < num_slots)
@@ -132,7 +132,7 @@ def _sources(owned_slots, entries, live, stride, page_size, num_slots, RECORD: t
 
 
 @triton.jit
-def _plan_digest(owner_offsets, words):
+def plan_digest(owner_offsets, words):
     """A sum of the owner offsets with odd weights: two plans that differ in one word never have the same."""
     digest = tl.full((), 0, tl.int64)
     for first in range(0, words, DIGEST_TILE):
@@ -144,7 +144,7 @@ def _plan_digest(owner_offsets, words):
 
 
 @triton.jit
-def _choose(layer, first, second, third, fourth):
+def choose(layer, first, second, third, fourth):
     chosen = first
     if layer == 1:
         chosen = second
@@ -156,13 +156,13 @@ def _choose(layer, first, second, third, fourth):
 
 
 @triton.jit
-def _pointer(peers, distance_16):
+def peer_pointer(peers, distance_16):
     """The memory that lies so many times 16 bytes after the table: so the compiler knows that it is aligned."""
     return peers.to(tl.pointer_type(tl.uint8)) + distance_16 * 16
 
 
 @triton.jit
-def _units(pointer, UNIT: tl.constexpr):
+def as_units(pointer, UNIT: tl.constexpr):
     if UNIT == 4:
         return pointer.to(tl.pointer_type(tl.int32))
     else:
@@ -170,7 +170,7 @@ def _units(pointer, UNIT: tl.constexpr):
 
 
 @triton.jit
-def _fence(NATIVE: tl.constexpr):
+def fence_system(NATIVE: tl.constexpr):
     """By every thread: what it stored is visible to all GPUs before what follows."""
     if NATIVE:
         tl.inline_asm_elementwise(
@@ -179,7 +179,7 @@ def _fence(NATIVE: tl.constexpr):
 
 
 @triton.jit
-def _store_release(pointer, value, NATIVE: tl.constexpr):
+def store_release(pointer, value, NATIVE: tl.constexpr):
     """By one thread, after all that it knows of. A plain store, of 4 or 8 bytes: PCIe carries no atomics."""
     if not NATIVE:
         tl.atomic_xchg(pointer, value, sem="release", scope="sys")
@@ -218,7 +218,7 @@ def _store_release(pointer, value, NATIVE: tl.constexpr):
 
 
 @triton.jit
-def _now(NATIVE: tl.constexpr):
+def now(NATIVE: tl.constexpr):
     """Nanoseconds, the same in every thread: what a thread decides by a clock of its own splits the block."""
     if NATIVE:
         times = tl.inline_asm_elementwise(

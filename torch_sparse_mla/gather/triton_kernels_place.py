@@ -6,7 +6,7 @@ import torch
 import triton
 import triton.language as tl
 
-from ..exchange.triton_parts import _units
+from ..exchange.triton_parts import as_units
 from ..triton_launch import ALIGNMENT, AotConfiguration, AotConfigurations, on_device
 from .contract import check_c4_place_records
 from .triton_kernels import OPTIONS, _last_that_begins, _local_length
@@ -93,7 +93,7 @@ def _place_records_kernel(
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):
-    gathered, resident = _units(gathered_ptr, UNIT), _units(resident_ptr, UNIT)
+    gathered, resident = as_units(gathered_ptr, UNIT), as_units(resident_ptr, UNIT)
     end = tl.minimum(tl.load(plan_ptr + WORLD), records)
     for first in range(tl.program_id(0) * ROWS, end, tl.num_programs(0) * ROWS):
         record = first + tl.arange(0, ROWS)
