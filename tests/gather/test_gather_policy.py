@@ -229,6 +229,7 @@ def test_admission_sums_what_each_chunk_would_cost():
         ({"resident_lengths": [65]}, "0 to 60, the tokens before the chunk"),
         ({"resident_lengths": [-1]}, "0 to 60"),
         ({"resident_lengths": [1, 2]}, "1 requests, as many as 'lengths'"),
+        ({"resident_lengths": [1.5]}, "integers"),
     ],
     ids=str,
 )

@@ -17,7 +17,7 @@ from ..contract import check_layout
 from ..errors import reject
 from ..records.layouts import LATENT_DIM
 from .geometry import PageGeometry
-from .plan import GatherPlan, checked_lengths
+from .plan import GatherPlan, checked_integers, checked_lengths
 
 if TYPE_CHECKING:
     from ..indexer.row_split import RowSplit
@@ -376,7 +376,8 @@ class GatherPolicy:
         if len(resident_lengths) != len(lengths):
             given = f"{len(resident_lengths)} requests"
             reject("GatherPolicy", "resident_lengths", given, f"{len(lengths)} requests, as many as 'lengths'")
-        for request, (length, new, known) in enumerate(zip(lengths, new_lengths, resident_lengths, strict=True)):
+        resident = checked_integers("GatherPolicy", "resident_lengths", resident_lengths)
+        for request, (length, new, known) in enumerate(zip(lengths, new_lengths, resident, strict=True)):
             if not 0 <= known <= length - new:
                 allowed = f"0 to {length - new}, the tokens before the chunk"
                 reject("GatherPolicy", "resident_lengths", f"{known} in request {request}", allowed)
