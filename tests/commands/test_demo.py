@@ -186,6 +186,8 @@ def test_demo_plans_each_layout_where_it_fits():
 def test_prompt_is_the_text_with_numbered_repetitions():
     text = bytes(demo.prompt_tokens("abc ", 20)[0].tolist()).decode()
     assert text == "[1] abc [2] abc [3] "
+    # A byte that is no UTF-8, as a command line has it.
+    assert bytes(demo.prompt_tokens("a\udcff", 6)[0].tolist()) == b"[1] a\xff"
 
 
 ORACLE = torch.tensor([[3.0, 1.0, 0.0], [0.0, 2.0, 1.999]])

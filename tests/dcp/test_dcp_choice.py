@@ -126,6 +126,16 @@ def test_explain_says_what_auto_would_have_done():
     close(ranks)
 
 
+def test_what_is_asked_for_needs_no_prediction():
+    """Costs of another machine may lack what only peer_read takes."""
+    costs = LinkCosts(hop_us=1, us_per_byte=0, attend_local_us=1, attend_owner_us=1)
+    ranks = make_ranks(Shape(), "peer_read", costs=costs)
+    explained = ranks[0].explain()
+    assert explained["strategy"] == "peer_read" and explained["over"] == "channel"
+    assert "peer_read" not in [row["strategy"] for row in explained["table"]]
+    close(ranks)
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [

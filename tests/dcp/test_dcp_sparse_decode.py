@@ -81,6 +81,25 @@ def test_a_page_that_the_cache_lacks_is_absent(strategy, generator):
     close(ranks)
 
 
+@pytest.mark.parametrize("smaller", [0, 2])
+@pytest.mark.parametrize("strategy", STRATEGIES[:3])
+def test_a_page_that_one_layer_lacks_is_absent_in_that_layer(strategy, smaller, generator):
+    """One plan serves a Full layer and its Shared layers, whose caches need not have as many pages."""
+    model = Model(Shape(world=1), generator)
+    table, last = model.block_table, len(model.whole[0]) - 1
+    table[table == last], table[0, 0] = int(table[0, 0]), last
+    fill_context(model)
+    for caches in (model.whole, *model.caches):
+        assert caches[smaller, last].any()
+    layers = range(len(model.whole))
+    model.whole, *model.caches = (
+        [caches[layer][: last + (layer != smaller)] for layer in layers] for caches in (model.whole, *model.caches)
+    )
+    ranks = make_ranks(model.shape, strategy)
+    check(model, ranks, steps=2)
+    close(ranks)
+
+
 @every_strategy
 def test_nothing_selected_gives_zeros(strategy, generator):
     model = Model(Shape(), generator)

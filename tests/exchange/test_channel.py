@@ -29,6 +29,7 @@ SIZES = {"name": "sizes", "capacity_records": 8, "record_bytes": 16, "layers": 3
         ("expected_records", 9, "an integer from 1 to 8"),
         ("workspace_sets", -1, "an integer from 0 to 30"),
         ("workspace_sets", 2.0, "an integer from 0 to 30"),
+        ("workspace_sets", True, "an integer from 0 to 30"),
         ("timeout_s", 0, "above 0"),
         ("timeout_s", "1", "above 0"),
         ("name", 7, "a string that is not empty"),

@@ -1,5 +1,7 @@
 """`GatherPolicy`: what is gathered and what is not, each reason counted; and the cost gate."""
 
+import json
+
 import pytest
 import torch
 
@@ -229,6 +231,7 @@ def test_admission_sums_what_each_chunk_would_cost():
         ({"resident_lengths": [65]}, "0 to 60, the tokens before the chunk"),
         ({"resident_lengths": [-1]}, "0 to 60"),
         ({"resident_lengths": [1, 2]}, "1 requests, as many as 'lengths'"),
+        ({"resident_lengths": [1.5]}, "integers"),
     ],
     ids=str,
 )
@@ -239,6 +242,20 @@ def test_refuses_resident_lengths_that_cannot_be(given, named):
     with pytest.raises(ValueError, match="None with records='full'"):
         make_policy().choose([64], [4], num_decode_tokens=0, resident_lengths=[0])
     assert not policy.counts and not policy.form_counts
+
+
+def test_numbers_of_other_kinds_are_given_back_as_integers():
+    policy = make_policy(records="incremental")
+    choice = policy.choose(
+        torch.tensor([64]), torch.tensor([4]), num_decode_tokens=0, resident_lengths=torch.tensor([8])
+    )
+    assert type(choice.padded) is type(choice.gather_bytes) is int
+    json.dumps(policy.explain())
+
+
+def test_costs_are_of_their_kind():
+    with pytest.raises(ValueError, match=r"argument 'costs': got 5; allowed: None or GatherCosts"):
+        make_policy(costs=5)
 
 
 def test_flags_are_strict():

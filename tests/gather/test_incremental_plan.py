@@ -120,6 +120,8 @@ def test_public_functions_take_what_residency_gives(device):
         ({"resident_starts": [1]}, "resident_starts", "2 requests"),
         ({"resident_lengths": [4, 27]}, "resident_lengths", "0 to 3, the tokens before the chunk"),
         ({"resident_lengths": [-1, 27]}, "resident_lengths", "0 to 3"),
+        ({"resident_lengths": [1.5, 27]}, "resident_lengths", "integers"),
+        ({"resident_starts": [0.5, 27]}, "resident_starts", "integers"),
         ({"resident_starts": [13, 12]}, "resident_starts", "or more, behind the records of the request before it"),
         ({"resident_starts": [-1, 4]}, "resident_starts", "0 or more"),
         ({"resident_starts": [99, 4]}, "resident_starts", "those of a slice of a resident buffer"),

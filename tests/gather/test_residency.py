@@ -75,6 +75,8 @@ def test_refuses_what_does_not_fit():
         (lambda: residency.release("a"), "key", "commit or abandon that chunk first"),
         (lambda: residency.truncate("a", 0), "key", "commit or abandon that chunk first"),
         (lambda: residency.truncate("b", -1), "length", "0 or more"),
+        (lambda: residency.truncate("b", 1.5), "length", "integers"),
+        (lambda: residency.begin(["b"], [8.0], [8]), "lengths", "integers"),
         (lambda: residency.begin(["a"], [8], [8]), "key", "commit or abandon that chunk first"),
         (lambda: residency.begin(["b", "b"], [8, 8], [8, 8]), "keys", "each request once"),
         (lambda: residency.begin(["b", "c"], [8, 8], [8, 8]), "key", "call admit(key, max_length) first"),

@@ -246,6 +246,13 @@ def test_refuses_what_does_not_fit():
     q, weights, pools, table, requests, positions, *_ = cases[0].args()
     with expect_rejection("SplitSelector", "new_lengths", "at most the reserved 2"):
         selector.plan([120], [3], table)
+    for lengths, new, argument, allowed in (
+        ([120], [1, 1], "new_lengths", "1 requests, as many as 'lengths'"),
+        ([-4], [1], "lengths", "0 or more"),
+        ([120, 120], [3, -1], "new_lengths", "integers, 0 or more"),
+    ):
+        with expect_rejection("SplitSelector", argument, allowed):
+            selector.plan(lengths, new, table)
     with pytest.raises(ValueError, match="argument 'lengths'"):
         selector.plan([2_000], [2], table)
     with pytest.raises(ValueError, match=r"argument 'lengths'.*at most the reserved 1"):
@@ -270,6 +277,11 @@ def test_refuses_what_does_not_fit():
     selector.close()
     with expect_rejection("SplitSelector", "split", "those of the group's 2 ranks"):
         SplitSelector(LoopbackGroup(2).rank(0), split_of(cases[0]), heads=16)
+    # One that cannot be made leaves no channel open.
+    group = LoopbackGroup(1)
+    with expect_rejection("c4_select", "q", "16 or 32 or 64 heads"):
+        SplitSelector(group.rank(0), split_of(cases[0]), heads=3, name="again")
+    SplitSelector(group.rank(0), split_of(cases[0]), heads=16, name="again").close()
 
 
 @pytest.mark.parametrize(

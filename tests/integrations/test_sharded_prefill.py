@@ -130,6 +130,36 @@ def test_rejected_drafts_leave_nothing_behind(alone):
             assert_close(logits, alone[accepted : accepted + 1])
 
 
+def test_roll_backs_one_after_another_go_back_no_further_than_one():
+    with client(1) as one:
+        request = one.admit()
+        prefill(one, TOKENS[:30], 30, request)
+        first = one.mark(request)
+        prefill(one, TOKENS[30:33], 3, request)
+        second = one.mark(request)
+        prefill(one, TOKENS[33:37], 4, request)
+        one.roll_back(request, second)
+        with pytest.raises(ValueError, match="got a mark 7 tokens back; allowed: 0 to 5"):
+            one.roll_back(request, first)
+        assert request.length == 33
+
+
+def test_a_mark_ends_with_its_tokens():
+    """Others may be written in their place, whose states it does not have."""
+    with client(1) as one:
+        request = one.admit()
+        prefill(one, TOKENS[:30], 30, request)
+        first = one.mark(request)
+        prefill(one, TOKENS[30:32], 2, request)
+        second = one.mark(request)
+        one.roll_back(request, first)
+        prefill(one, TOKENS[40:43], 3, request)
+        with pytest.raises(ValueError, match="got a mark of tokens that were rolled back"):
+            one.roll_back(request, second)
+        one.roll_back(request, first)
+        assert request.length == 30
+
+
 def share_a_prefix(world: int, **options: object) -> tuple[list[torch.Tensor], dict]:
     """Logits of a prefix of 512 tokens, of two requests that go on from there, and of one that hits it later."""
     with client(world, max_requests=3, **options) as ranks:
@@ -240,6 +270,9 @@ def test_refuses_batches_before_anything_is_written():
             ({}, "got no request"),
             ({first: []}, "got 0 tokens after 40; allowed: 1 to 60"),
             ({second: TOKENS[:50], first: TOKENS[:61]}, "got 61 tokens after 40; allowed: 1 to 60"),
+            ({second: TOKENS[:50], first: [1, -1]}, "got tokens -1 to 1; allowed: 0 to 1023"),
+            ({first: [1, 2**40]}, "got tokens 1 to 1099511627776; allowed: 0 to 1023"),
+            ({first: [1.0]}, "got tokens of dtype torch.float32; allowed: int32 or int64"),
         ):
             with pytest.raises(ValueError, match=message):
                 ranks.forward(batch)
@@ -258,7 +291,21 @@ def test_refuses_batches_before_anything_is_written():
         for call in (ranks.release, ranks.mark, lambda request: ranks.forward({request: TOKENS[:1]})):
             with pytest.raises(ValueError, match="got one that was released"):
                 call(second)
+        with pytest.raises(ValueError, match="got Request; allowed: a Prefix"):
+            ranks.admit(first)
         assert len(before) == 40
+    with client(2, max_len=100) as another, pytest.raises(ValueError, match="got one of another client"):
+        another.release(first)
+
+
+def test_a_prefix_is_no_request():
+    with client(1) as one:
+        request = one.admit()
+        prefill(one, TOKENS[:256], 256, request)
+        prefix = one.keep_prefix(request)
+        for call in (one.mark, one.keep_prefix, lambda prefix: one.forward({prefix: TOKENS[:1]})):
+            with pytest.raises(ValueError, match="got Prefix; allowed: a Request"):
+                call(prefix)
 
 
 def test_memory_that_a_prefix_holds_is_not_given_to_others():

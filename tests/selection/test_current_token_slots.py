@@ -66,6 +66,16 @@ def test_padded_rows_and_tokens_without_a_record(device):
     assert slots_of(case, [0, -4, 901], device) == [-1, -1, -1]
 
 
+def test_the_lowest_length_is_no_token_at_the_highest_position(device):
+    topk = torch.tensor([[2**31 - 1, 0]], dtype=torch.int32, device=device)
+    remap = torch.tensor([[5, 6]], dtype=torch.int32, device=device)
+    for length, dtype, expected in ((-(2**31), torch.int32, -1), (2**31, torch.int64, 5), (2**31 - 1, torch.int32, -1)):
+        slots = torch.full((1,), 77, dtype=torch.int32, device=device)
+        lengths = torch.tensor([length], dtype=dtype, device=device)
+        torch.ops.torch_sparse_mla.current_token_slots(topk, lengths, remap, slots, 1)
+        assert slots.tolist() == [expected]
+
+
 def test_written_there_the_token_is_what_decode_reads():
     case = random_case(1, requests=2, rows_per_request=2, topk=8, world=2, context=16, absent=0.0)
     plan = call("reference", case)

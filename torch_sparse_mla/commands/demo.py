@@ -261,7 +261,8 @@ def prompt_tokens(text: str, length: int) -> torch.Tensor:
     paragraph = 0
     while len(data) < length:
         paragraph += 1
-        data += f"[{paragraph}] {text}".encode()
+        # Bytes that are no UTF-8 come from the command line as surrogates.
+        data += f"[{paragraph}] {text}".encode(errors="surrogateescape")
     return torch.tensor([list(data[:length])])
 
 

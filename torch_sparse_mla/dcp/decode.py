@@ -421,7 +421,8 @@ class DcpSparseDecode:
         if self.rank.sends_messages and self.chosen == "owner_merge":
             return "nccl"
         ways = [row for row in self._predictions() if row.strategy == self.chosen]
-        return min(ways, key=lambda prediction: prediction.us_per_layer).over
+        # None of peer_read that is asked for with costs that lack it.
+        return min(ways, key=lambda prediction: prediction.us_per_layer).over if ways else "channel"
 
     def _best(self) -> Prediction:
         considered = [row for row in self._predictions() if row.strategy not in self.not_considered]

@@ -268,6 +268,9 @@ class Exchange:
         self.alone: collections.Counter[str] = collections.Counter()
         self.given: list[torch.Tensor] = []
         self.under_way: tuple | None = None
+        # The lists and the block table of the last Full layer, and the pages that the plan of them counts on.
+        self.selected: tuple[torch.Tensor, torch.Tensor] | None = None
+        self.pages: int | None = None
 
     @property
     def channels(self) -> list[Channel]:
@@ -277,15 +280,13 @@ class Exchange:
         """Every cache will do."""
 
     def select(self, topk, block_table, lengths, cache) -> None:
-        static = self.static
         # The plan of an exchange under way must stay as it is.
         self._arrive()
         self.ahead = 0
         visible = self.visible[: len(topk)]
         torch.where(topk < lengths.unsqueeze(1), topk, self.absent, out=visible)
-        # A page that the cache lacks is absent here as it is to attention over the cache itself.
-        pages = cache.shape[0]
-        plan_selection(visible, block_table, self.selection, **static.geometry, plan=self.plan, pages=pages)
+        self.selected, self.pages = (visible, block_table), None
+        self._plan(cache)
         self.remap = self.selection.remap(self.plan)[: len(topk)]
         if self.room:
             rows_per_request = len(topk) // len(block_table)
@@ -312,6 +313,7 @@ class Exchange:
 
     def shared(self, q, cache, layer, current, sink, into) -> Steps[Result]:
         self._arrive()
+        self._plan(cache)
         if layer >= self.ahead:
             if self.bulk:
                 self.alone[self._reason(layer) or "a layer before it was not fetched ahead"] += 1
@@ -346,6 +348,14 @@ class Exchange:
         if cache.shape != first.shape or cache.stride() != first.stride():
             return "geometry: its cache has other pages or strides than the Full layer's"
         return None
+
+    def _plan(self, cache: torch.Tensor) -> None:
+        """A page that a cache lacks is absent here as it is to attention over the cache itself. So the lists are
+        planned again for a layer whose cache has more or fewer pages, and again for the next."""
+        pages = cache.shape[0]
+        if pages != self.pages:
+            plan_selection(*self.selected, self.selection, **self.static.geometry, plan=self.plan, pages=pages)
+            self.pages = pages
 
     def _exchange(self, cache: torch.Tensor) -> Steps[None]:
         self.workspaces = next(self.sets)

@@ -331,9 +331,10 @@ def _check(sizes: ChannelConfiguration, group: Group) -> None:
     packs = sizes.transport == "ce" or (sizes.transport == "collective" and sizes.device_type == "cuda")
     if sizes.scatter and packs:
         reject(_OP, "scatter", f"True with transport {sizes.transport}", "direct, loopback, or collective on the CPU")
-    if not isinstance(sizes.workspace_sets, int) or not 0 <= sizes.workspace_sets <= MAX_WORKSPACE_SETS:
+    sets = sizes.workspace_sets
+    if not isinstance(sets, int) or isinstance(sets, bool) or not 0 <= sets <= MAX_WORKSPACE_SETS:
         allowed = f"an integer from 0 to {MAX_WORKSPACE_SETS}"
-        reject(_OP, "workspace_sets", repr(sizes.workspace_sets), allowed)
+        reject(_OP, "workspace_sets", repr(sets), allowed)
     try:
         SelectionPlan(sizes.requests, 1, sizes.capacity_records // sizes.requests, group.world)
     except ValueError as error:

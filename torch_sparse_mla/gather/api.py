@@ -8,7 +8,7 @@ from .. import _ops  # noqa: F401  (registers the operators)
 from ..contract import reject
 from ..exchange.channel import Channel
 from ..sharding import local_length
-from .plan import GatherPlan, checked_lengths
+from .plan import GatherPlan, checked_integers, checked_lengths
 
 
 def c4_plan_gather(
@@ -230,6 +230,7 @@ def _check_resident(
             reject(op, name, given, f"{len(lengths)} requests, as Residency.begin gives them for these lengths")
     if not sizes.resident:
         return
+    starts, known = checked_integers(op, "resident_starts", starts), checked_integers(op, "resident_lengths", known)
     for request, (length, new, kept) in enumerate(zip(lengths, new_lengths, known, strict=True)):
         if not 0 <= kept <= length - new:
             allowed = f"0 to {length - new}, the tokens before the chunk: its own records are written anew"

@@ -180,12 +180,9 @@ def causal_lengths(lengths: Sequence[int], new_lengths: Sequence[int]) -> list[i
 
 def checked_lengths(op: str, lengths: Sequence[int], new_lengths: Sequence[int]) -> tuple[list[int], list[int]]:
     """The global and the new lengths of requests, as integers. Raises ValueError for what cannot be."""
-    checked = []
-    for name, values in (("lengths", lengths), ("new_lengths", new_lengths)):
-        try:
-            checked.append([operator.index(value) for value in values])
-        except TypeError:
-            reject(op, name, repr(values), "integers")
+    checked = [
+        checked_integers(op, name, values) for name, values in (("lengths", lengths), ("new_lengths", new_lengths))
+    ]
     if len(new_lengths) != len(lengths):
         reject(op, "new_lengths", f"{len(new_lengths)} requests", f"{len(lengths)} requests, as many as 'lengths'")
     for request, (length, new) in enumerate(zip(*checked, strict=True)):
@@ -195,6 +192,14 @@ def checked_lengths(op: str, lengths: Sequence[int], new_lengths: Sequence[int])
             allowed = f"from 0 to the request's length {length} (cached and new tokens together)"
             reject(op, "new_lengths", f"{new} in request {request}", allowed)
     return checked[0], checked[1]
+
+
+def checked_integers(op: str, name: str, values: Sequence[int]) -> list[int]:
+    """Host numbers as integers. Raises ValueError for others: a copy to a device would round them."""
+    try:
+        return [operator.index(value) for value in values]
+    except TypeError:
+        reject(op, name, repr(values), "integers")
 
 
 def gather_capacity(max_tokens: int, max_requests: int, world: int, interleave: int, page_size: int) -> int:

@@ -17,7 +17,7 @@ from ..contract import check_layout
 from ..errors import reject
 from ..records.layouts import LATENT_DIM
 from .geometry import PageGeometry
-from .plan import GatherPlan, checked_lengths
+from .plan import GatherPlan, checked_integers, checked_lengths
 
 if TYPE_CHECKING:
     from ..indexer.row_split import RowSplit
@@ -167,6 +167,8 @@ class GatherPolicy:
             reject("GatherPolicy", "heads", repr(heads), "the heads of all ranks: a positive multiple of the world")
         if sizes is None and geometry.frozen:
             reject("GatherPolicy", "sizes", None, "Workspace.sizes, since the geometry is frozen")
+        if costs is not None and not isinstance(costs, GatherCosts):
+            reject("GatherPolicy", "costs", repr(costs), "None or GatherCosts")
         if records not in (FULL, INCREMENTAL, AUTO):
             reject("GatherPolicy", "records", repr(records), f"{FULL}, {INCREMENTAL} or {AUTO}")
         if select not in (MERGE, ROWS, AUTO):
@@ -205,7 +207,7 @@ class GatherPolicy:
             its reason, and so is the form.
         """
         lengths, new_lengths = _checked_batch(lengths, new_lengths, num_decode_tokens)
-        self._check_resident(lengths, new_lengths, resident_lengths)
+        resident_lengths = self._checked_resident(lengths, new_lengths, resident_lengths)
         self.last = self._choose(lengths, sum(new_lengths), num_decode_tokens, capturing, resident_lengths)
         self.counts[self.last.reason] += 1
         if self.last.records_reason:
@@ -364,11 +366,11 @@ class GatherPolicy:
         full, once = (-(-count // self.sizes.world) for count in (tokens, max_length))
         return self._gather_us(once, INCREMENTAL, chunks) < self._gather_us(full, FULL, chunks)
 
-    def _check_resident(
+    def _checked_resident(
         self, lengths: Sequence[int], new_lengths: Sequence[int], resident_lengths: Sequence[int] | None
-    ) -> None:
+    ) -> list[int] | None:
         if resident_lengths is None:
-            return
+            return None
         if self.records == FULL:
             reject(
                 "GatherPolicy", "resident_lengths", "a list", "None with records='full'; make the policy with another"
@@ -376,10 +378,12 @@ class GatherPolicy:
         if len(resident_lengths) != len(lengths):
             given = f"{len(resident_lengths)} requests"
             reject("GatherPolicy", "resident_lengths", given, f"{len(lengths)} requests, as many as 'lengths'")
-        for request, (length, new, known) in enumerate(zip(lengths, new_lengths, resident_lengths, strict=True)):
+        resident = checked_integers("GatherPolicy", "resident_lengths", resident_lengths)
+        for request, (length, new, known) in enumerate(zip(lengths, new_lengths, resident, strict=True)):
             if not 0 <= known <= length - new:
                 allowed = f"0 to {length - new}, the tokens before the chunk"
                 reject("GatherPolicy", "resident_lengths", f"{known} in request {request}", allowed)
+        return resident
 
 
 def gather_bytes(padded: int, record_bytes: int, world: int) -> int:

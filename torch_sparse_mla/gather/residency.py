@@ -18,7 +18,7 @@ from dataclasses import dataclass
 
 from ..errors import reject
 from ..sharding import local_length
-from .plan import GatherPlan
+from .plan import GatherPlan, checked_integers
 
 _OP = "Residency"
 
@@ -109,6 +109,7 @@ class Residency:
         """
         place = self._place(key)
         self._refuse_open(key)
+        (length,) = checked_integers(_OP, "length", [length])
         if length < 0:
             reject(_OP, "length", length, "0 or more")
         place.length = min(place.length, length)
@@ -185,6 +186,7 @@ class Residency:
 
     def _check(self, keys: Sequence[Hashable], lengths: Sequence[int], new_lengths: Sequence[int]) -> None:
         for name, values in (("lengths", lengths), ("new_lengths", new_lengths)):
+            checked_integers(_OP, name, values)
             if len(values) != len(keys):
                 reject(_OP, name, f"{len(values)} requests", f"{len(keys)}, as many as keys")
         if len(set(keys)) != len(keys):

@@ -18,6 +18,7 @@ from ..contract import check_dtype, reject
 from ..exchange.channel import DEFAULT_TIMEOUT_S, Channel
 from ..exchange.group import as_group
 from ..gather.api import c4_plan_gather, c4_prefill_gather_start, c4_prefill_gather_wait, copied_to
+from ..gather.plan import checked_lengths
 from .api import c4_merge_pools, c4_select, warmup_c4_indexer
 from .contract import c4_select_workspace_bytes, check_pools
 from .pools import HEAD_DIM, POOLS_PER_INDEX_PAGE, TOKENS_PER_INDEX_PAGE, pools_of_lists, ranked_candidates
@@ -60,25 +61,18 @@ class SplitSelector:
         self.device = ranks.device(device)
         self._geometry = {"page_size": TOKENS_PER_INDEX_PAGE, "interleave": split.interleave, "world": split.world}
         options = {"transport": transport, "timeout_s": timeout_s, "device": device}
-        keys, numbers, width = split.keys, split.numbers, 4 * split.num_pools
-        self._channels = [
-            Channel.create(f"{name}.keys", group, keys.gathered_records, split.page_bytes, 1, **options),
-            Channel.create(f"{name}.numbers", group, numbers.gathered_records, width, 1, **options),
-        ]
-        self._plans = [keys.empty(self.device), numbers.empty(self.device)]
-        self._pages = self._bytes(keys.gathered_records, split.page_bytes)
-        share = numbers.capacity
-        self._own, self._numbers = (self._bytes(records, width) for records in (share, numbers.gathered_records))
-        size = split.world * split.lists * share * split.num_pools
-        self._candidates = torch.empty(size, dtype=torch.int64, device=self.device)
-        self._workspace = self._bytes(c4_select_workspace_bytes(share, split.num_pools, split.lists))
-        self._row_table = torch.arange(share, dtype=torch.int32, device=self.device).view(1, -1)
+        self._channels: list[Channel] = []
         self._next, self._closed = (PLAN,), False
         # The records of the gather that was started and not waited for.
         self._under_way: torch.Tensor | None = None
-        # What else would be compiled at the first chunk.
-        warmup_c4_indexer(self._pools(), heads=heads, num_pools=split.num_pools, **self._geometry)
-        self.plan([1], [1], self._row_table[:, :1])
+        try:
+            self._reserve(group, name, options)
+            # What else would be compiled at the first chunk.
+            warmup_c4_indexer(self._pools(), heads=heads, num_pools=split.num_pools, **self._geometry)
+            self.plan([1], [1], self._row_table[:, :1])
+        except BaseException:
+            self.close()
+            raise
         self._next = (PLAN,)
 
     def plan(self, lengths: Sequence[int], new_lengths: Sequence[int], block_table: torch.Tensor) -> None:
@@ -92,6 +86,10 @@ class SplitSelector:
             `send_keys` and `receive`.
         """
         self._enter(PLAN)
+        # Padded rows may be counted with any request, so that a request may have more rows than tokens.
+        lengths, _ = checked_lengths(_OP, lengths, [0] * len(new_lengths))
+        if any(not isinstance(new, int) or new < 0 for new in new_lengths):
+            reject(_OP, "new_lengths", list(new_lengths), "integers, 0 or more")
         split, rows = self.split, sum(new_lengths)
         if rows > split.rows:
             reject(_OP, "new_lengths", f"{rows} rows", f"at most the reserved {split.rows}")
@@ -189,6 +187,20 @@ class SplitSelector:
         for channel in self._channels:
             channel.close()
         self._closed = True
+
+    def _reserve(self, group: Any, name: str, options: dict[str, Any]) -> None:
+        split, keys, numbers = self.split, self.split.keys, self.split.numbers
+        share, width = numbers.capacity, 4 * split.num_pools
+        for part, sizes, record_bytes in (("keys", keys, split.page_bytes), ("numbers", numbers, width)):
+            channel = Channel.create(f"{name}.{part}", group, sizes.gathered_records, record_bytes, 1, **options)
+            self._channels.append(channel)
+        self._plans = [keys.empty(self.device), numbers.empty(self.device)]
+        self._pages = self._bytes(keys.gathered_records, split.page_bytes)
+        self._own, self._numbers = (self._bytes(records, width) for records in (share, numbers.gathered_records))
+        size = split.world * split.lists * share * split.num_pools
+        self._candidates = torch.empty(size, dtype=torch.int64, device=self.device)
+        self._workspace = self._bytes(c4_select_workspace_bytes(share, split.num_pools, split.lists))
+        self._row_table = torch.arange(share, dtype=torch.int32, device=self.device).view(1, -1)
 
     def _pools(self) -> torch.Tensor:
         """What was gathered as pools, in pages of one index page."""

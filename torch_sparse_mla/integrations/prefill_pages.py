@@ -2,6 +2,7 @@
 
 import collections
 import copy
+import weakref
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
@@ -18,18 +19,24 @@ class Request:
     """A sequence that is served.
 
     Attributes:
+        pool: of its client.
         row: its row in every ring, its own while it is served.
         states: what linear attention keeps of it.
         pages: page numbers, the same on every rank; block b holds local tokens from `b * page_size` on each.
         length: tokens that are written.
         served: whether it still holds its row and pages.
+        furthest: the most tokens that it had at a roll-back: its ring ends there.
+        marks: those of tokens that it still has.
     """
 
+    pool: "PagePool"
     row: int
     states: Cache
     pages: list[int] = field(default_factory=list)
     length: int = 0
     served: bool = True
+    furthest: int = 0
+    marks: "weakref.WeakSet[Mark]" = field(default_factory=weakref.WeakSet)
 
 
 @dataclass(frozen=True, eq=False)
@@ -42,13 +49,16 @@ class Mark:
 
     @staticmethod
     def of(request: Request) -> "Mark":
-        return Mark(request, request.length, copy.deepcopy(request.states))
+        mark = Mark(request, request.length, copy.deepcopy(request.states))
+        request.marks.add(mark)
+        return mark
 
 
 @dataclass(eq=False)
 class Prefix:
     """The beginning of a request, in whole pages, kept for others: its pages and the states at its end."""
 
+    pool: "PagePool"
     length: int
     states: Cache
     pages: list[int]

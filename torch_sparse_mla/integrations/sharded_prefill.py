@@ -130,14 +130,15 @@ class PrefillClient:
         if not self._rows:
             reject(OP, "admit", f"request {self.settings.max_requests + 1}", "max_requests; release one first")
         if prefix is None:
-            return Request(self._rows.pop(), DynamicCache(config=self.backbone.config))
-        _check_served(prefix)
+            return Request(self.pages, self._rows.pop(), DynamicCache(config=self.backbone.config))
+        self._check_served(prefix, Prefix)
         self.pages.hold(prefix.pages)
-        return Request(self._rows.pop(), copy.deepcopy(prefix.states), list(prefix.pages), prefix.length)
+        states = copy.deepcopy(prefix.states)
+        return Request(self.pages, self._rows.pop(), states, list(prefix.pages), prefix.length)
 
     def release(self, served: Request | Prefix) -> None:
         """Give back a request, or a prefix. Pages that nobody holds any more are free."""
-        _check_served(served)
+        self._check_served(served, Request, Prefix)
         served.served = False
         self.pages.drop(served.pages)
         if isinstance(served, Request):
@@ -148,32 +149,41 @@ class PrefillClient:
 
         Raises: ValueError elsewhere: a page that is not full would be written by two requests.
         """
-        _check_served(request)
+        self._check_served(request)
         unit = self.settings.page_size * self.settings.world
         if not request.length or request.length % unit:
             reject(OP, "keep_prefix", f"{request.length} tokens", f"a multiple of page_size x world = {unit}")
         pages = request.pages[: request.length // unit]
-        prefix = Prefix(request.length, copy.deepcopy(request.states), pages)
+        prefix = Prefix(self.pages, request.length, copy.deepcopy(request.states), pages)
         self.pages.hold(prefix.pages)
         return prefix
 
     def mark(self, request: Request) -> Mark:
         """Where a request is now: before draft tokens, to `roll_back` when they are rejected."""
-        _check_served(request)
+        self._check_served(request)
         return Mark.of(request)
 
     def roll_back(self, request: Request, mark: Mark) -> None:
-        """Forget the tokens after a mark, at most 5 (`MAX_DRAFTS`): a pool's ring keeps no more."""
-        _check_served(request)
-        drafts = request.length - mark.length
+        """Forget the tokens after a mark, at most 5 (`MAX_DRAFTS`): a pool's ring keeps no more.
+
+        Roll-backs one after another count together, and end marks of the tokens that are forgotten.
+        """
+        self._check_served(request)
+        furthest = max(request.furthest, request.length)
+        drafts = furthest - mark.length
         if mark.request is not request:
             reject(OP, "mark", "a mark of another request", "what mark gave for this one")
-        if not 0 <= drafts <= MAX_DRAFTS:
+        if mark not in request.marks:
+            reject(OP, "mark", "a mark of tokens that were rolled back", "one of tokens that the request has")
+        if drafts > MAX_DRAFTS:
             reject(OP, "mark", f"a mark {drafts} tokens back", f"0 to {MAX_DRAFTS}")
         open_block = mark.length // (self.settings.page_size * self.settings.world)
         if any(self.pages.is_shared(page) for page in request.pages[open_block:]):
             reject(OP, "mark", "a mark within a prefix that others hold", "one behind it")
-        request.length, request.states = mark.length, copy.deepcopy(mark.states)
+        request.length, request.states, request.furthest = mark.length, copy.deepcopy(mark.states), furthest
+        for later in list(request.marks):
+            if later.length > mark.length:
+                request.marks.discard(later)
 
     @torch.no_grad()
     def forward(self, batch: Mapping[Request, Tokens], decode: bool = False) -> dict[Request, torch.Tensor]:
@@ -190,6 +200,7 @@ class PrefillClient:
         tokens = [torch.as_tensor(values, device=device).flatten() for values in batch.values()]
         new_lengths = [len(part) for part in tokens]
         self._check_batch(batch, new_lengths)
+        self._check_tokens(tokens)
         self._grow(batch, new_lengths)
         self._whole = False
         step = self.ranks.begin(list(batch), new_lengths, sum(new_lengths) if decode else 0)
@@ -245,10 +256,28 @@ class PrefillClient:
         if not batch:
             reject(OP, "batch", "no request", "1 or more")
         for request, new in zip(batch, new_lengths, strict=True):
-            _check_served(request)
+            self._check_served(request)
             if not 1 <= new <= self.settings.max_len - request.length:
                 allowed = f"1 to {self.settings.max_len - request.length}, up to max_len"
                 reject(OP, "batch", f"{new} tokens after {request.length}", allowed)
+
+    def _check_tokens(self, tokens: list[torch.Tensor]) -> None:
+        """Their kind, and on the CPU their values: on a GPU that would wait for the device."""
+        vocabulary = self.backbone.config.vocab_size
+        for part in tokens:
+            if part.dtype not in (torch.int32, torch.int64):
+                reject(OP, "batch", f"tokens of dtype {part.dtype}", "int32 or int64")
+            if not part.is_cuda and not 0 <= int(part.min()) <= int(part.max()) < vocabulary:
+                reject(OP, "batch", f"tokens {int(part.min())} to {int(part.max())}", f"0 to {vocabulary - 1}")
+
+    def _check_served(self, held: Request | Prefix, *kinds: type) -> None:
+        kinds = kinds or (Request,)
+        if not isinstance(held, kinds):
+            reject(OP, "request", type(held).__name__, f"a {' or a '.join(kind.__name__ for kind in kinds)}")
+        if held.pool is not self.pages:
+            reject(OP, "request", "one of another client", "what this client's admit or keep_prefix gave")
+        if not held.served:
+            reject(OP, "request", "one that was released", "a request or prefix that is still held")
 
     def _grow(self, batch: Mapping[Request, Tokens], new_lengths: list[int]) -> None:
         """Take the pages that the new tokens need, of all requests or of none."""
@@ -420,10 +449,3 @@ def _check(
     if processes and (not dist.is_initialized() or dist.get_world_size() != world):
         there = dist.get_world_size() if dist.is_initialized() else "a default group that is not initialised"
         reject(OP, "world", f"{world} with processes=True", f"the processes of the default group: {there}")
-
-
-def _check_served(held: Request | Prefix) -> None:
-    if not isinstance(held, Request | Prefix):
-        reject(OP, "request", type(held).__name__, "what admit or keep_prefix gave")
-    if not held.served:
-        reject(OP, "request", "one that was released", "a request or prefix that is still held")

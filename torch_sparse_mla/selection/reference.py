@@ -66,7 +66,7 @@ def current_token_slots(
         return
     entries = rows_per_request * topk.shape[1]
     # The position of a padded row is negative, and so is the remap of every negative entry.
-    is_current = topk.view(-1, 1, entries) == (lengths - 1).view(-1, rows_per_request, 1)
+    is_current = topk.view(-1, 1, entries) == (lengths.long() - 1).view(-1, rows_per_request, 1)
     slots.copy_(torch.where(is_current, remap.view(-1, 1, entries), -1).amax(2).view(-1))
 
 
