@@ -217,6 +217,26 @@ def test_a_channel_hands_out_sets_of_workspaces(generator):
     assert all(channel.workspaces == [] for channel in world.channels)
 
 
+def test_a_set_is_used_as_one_and_by_every_rank(generator):
+    """As over peers' memory, where a peer would write another set than the one that is waited for."""
+    world = make_world(Shape(world=2), workspace_sets=2)
+    world.load(make_step(world.shape, generator))
+    (rank, channel), (other, its_channel) = world.both()
+    own = rank.workspaces
+    first, second = channel.workspaces
+    for mixed in ([first[0], second[1], first[2]], [first[1], first[0], first[2]], [first[0], own[1], own[2]]):
+        rank.workspaces = mixed
+        with pytest.raises(ValueError, match=r"'workspaces': got .* allowed: the first layers of one set in order"):
+            ce_exchange_start(*rank.arguments(channel))
+    assert channel.state[:2].tolist() == [0, 0]
+    rank.workspaces, other.workspaces = second, its_channel.workspaces[0]
+    ce_exchange_start(*rank.arguments(channel))
+    ce_exchange_start(*other.arguments(its_channel))
+    with pytest.raises(ExchangeError, match="rank 1 moves another number of layers, or into another set"):
+        ce_exchange_wait(*rank.arguments(channel))
+    world.close()
+
+
 def test_workspaces_that_cannot_be_made_close_the_transport(monkeypatch):
     closed = []
     monkeypatch.setattr(loopback.LoopbackTransport, "close", lambda transport: closed.append(transport))

@@ -261,16 +261,19 @@ def test_a_missing_rank_is_an_error_in_time(how, tmp_path):
         assert state[1] == 1
 
 
-def other_call(rank, shape):
-    channel, case = make_channel(shape, dist.group.WORLD, "c"), make_rank(shape, rank)
+def other_call(rank, shape, what):
+    channel, case = make_channel(shape, dist.group.WORLD, "c", workspace_sets=2), make_rank(shape, rank)
     case.load(make_step(shape, torch.Generator().manual_seed(1)))
+    if what == "set":
+        case.workspaces = channel.workspaces[rank == 1]
     with pytest.raises(ExchangeError) as caught:
-        ce_exchange_layers(*case.arguments(channel, 3 if rank == 1 else 2))
+        ce_exchange_layers(*case.arguments(channel, 3 if rank == 1 and what == "layers" else 2))
     return str(caught.value)
 
 
-def test_another_number_of_layers_raises_on_every_rank(tmp_path):
-    errors = run_ranks(3, other_call, tmp_path, Shape())
+@pytest.mark.parametrize("what", ["layers", "set"])
+def test_another_number_of_layers_or_another_set_raises_on_every_rank(what, tmp_path):
+    errors = run_ranks(3, other_call, tmp_path, Shape(), what)
     remedy = "or into another set of workspaces; make the same calls on every rank"
     assert f"rank 0, epoch 1: rank 1 moves another number of layers, {remedy}" in errors[0]
     assert "rank 2, epoch 1: rank 1 moves another number of layers" in errors[2]

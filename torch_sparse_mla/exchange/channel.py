@@ -51,6 +51,8 @@ DEFAULT_TIMEOUT_S = 5.0
 # Words of the state tensor. A counter is an int32 that wraps; only differences of two counters mean anything.
 STARTED, WAITED, START_BLOCKS, WAIT_BLOCKS, ERROR, ERROR_PEER, ERROR_EPOCH, TAG = range(8)
 STATE_WORDS = 8
+# Of workspaces that a channel hands out, by address: the set, and the layer in it.
+Places = dict[int, tuple[int, int]]
 # Exchanges from one that uses a set of workspaces to the next whose peers may write it at once.
 REUSE_DISTANCE = 3
 
@@ -116,6 +118,10 @@ class Channel:
         self.host_words: torch.Tensor | None = None
         # CUDA graphs of `torch_sparse_mla.compile` that captured it.
         self.users = lifetimes.Users()
+
+    @functools.cached_property
+    def places(self) -> "Places":
+        return places_of(self.workspaces)
 
     @functools.cached_property
     def tag(self) -> int:
@@ -285,6 +291,32 @@ ERRORS = {
     OTHER_STATE: "argument 'state': got the state of another channel; allowed: channel.state",
     OTHER_EPOCH: "rank {peer} sent the records of another exchange; close the channel and create it on every rank",
 }
+
+
+def places_of(sets: list[list[torch.Tensor]]) -> Places:
+    return {
+        layer.data_ptr(): (number, place) for number, layers in enumerate(sets) for place, layer in enumerate(layers)
+    }
+
+
+def set_of(op: str, channel: Channel, workspaces: list[torch.Tensor], places: Places) -> int:
+    """The set that a call fills; -1: workspaces of the caller's own.
+
+    A set is used as one: what is known of it is when all of it was used last. Raises ValueError for a mixture.
+    """
+    found = [places.get(workspace.data_ptr()) for workspace in workspaces]
+    if not any(found):
+        return -1
+    number = next(place for place in found if place is not None)[0]
+    if found != [(number, layer) for layer in range(len(found))]:
+        reject(
+            op,
+            "workspaces",
+            f"(set, layer) {found} of those of channel '{channel.name}' on rank {channel.rank}",
+            "the first layers of one set in order, or none of the channel's",
+        )
+    return number
+
 
 _registry: dict[str, Channel] = {}
 _closed: set[str] = set()

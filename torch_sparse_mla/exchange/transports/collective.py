@@ -15,12 +15,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ..channel import ERRORS, OTHER_CALL, OTHER_PLAN, STARTED, TIMED_OUT, WAITED, ExchangeError
+from ..channel import ERRORS, OTHER_CALL, OTHER_PLAN, STARTED, TIMED_OUT, WAITED, ExchangeError, set_of
 from ..contract import ExchangeCall
 from . import counters
 from .packing import outgoing, owned_places, place, plan_digest
 
-HEADER_WORDS = 3
+HEADER_WORDS = 4
 CONNECT_S = 30.0
 
 
@@ -53,11 +53,11 @@ class CollectiveTransport:
 
     def start(self, call: ExchangeCall) -> None:
         self._raise_failure()
-        epoch = counters.next_epoch(call)
+        epoch, said = counters.next_epoch(call), self._said(call)
         places = owned_places(call, self.channel.rank)
         records = outgoing(call, places)
         place(call, places, records[self.channel.rank])
-        header = torch.tensor([epoch, call.layers, plan_digest(call)])
+        header = torch.tensor([epoch, *said, plan_digest(call)])
         sizes = self.channel.configuration
         most = sizes.layers * sizes.capacity_records * sizes.record_bytes
         for peer in self._peers():
@@ -75,13 +75,13 @@ class CollectiveTransport:
 
     def wait(self, call: ExchangeCall) -> None:
         self._raise_failure()
-        epoch = counters.open_epoch(call)
+        epoch, said = counters.open_epoch(call), self._said(call)
         places = {peer: owned_places(call, peer) for peer in self._peers()}
         for peer, (work, header) in self.headers.items():
             self._complete(peer, epoch, work)
-            if header[:2].tolist() != [epoch, call.layers]:
+            if header[:3].tolist() != [epoch, *said]:
                 raise self._failed(ERRORS[OTHER_CALL].format(peer=peer), epoch)
-            if int(header[2]) != plan_digest(call):
+            if int(header[3]) != plan_digest(call):
                 raise self._failed(ERRORS[OTHER_PLAN].format(peer=peer), epoch)
         record_bytes = self.channel.configuration.record_bytes
         for peer, (work, room) in self.payloads.items():
@@ -103,6 +103,10 @@ class CollectiveTransport:
             self.group.abort()
         self.group = None
         self.headers, self.payloads, self.sends = {}, {}, {}
+
+    def _said(self, call: ExchangeCall) -> tuple[int, int]:
+        """What has to be equal on every rank: the layers of a call, and the set of the channel's workspaces."""
+        return call.layers, set_of(call.op, self.channel, call.workspaces, self.channel.places)
 
     def _peers(self) -> list[int]:
         return [(self.channel.rank + step) % self.channel.world for step in range(1, self.channel.world)]

@@ -18,9 +18,8 @@ from typing import Any
 
 import torch
 
-from ...contract import reject
 from .. import triton_kernels as kernels
-from ..channel import CLOSED, ERROR, ExchangeError
+from ..channel import CLOSED, ERROR, ExchangeError, places_of, set_of
 from ..contract import ExchangeCall
 from ..group import Board, LoopbackRank
 from . import launching
@@ -202,12 +201,7 @@ class DirectTransport(PeerTransport):
         sets = memory.own[begin:].view(sizes.workspace_sets, sizes.layers, layer_bytes)[..., :used]
         shape = (sizes.capacity_records, sizes.record_bytes)
         self.workspaces = [[layer.view(shape) for layer in workspaces] for workspaces in sets]
-        # By address, the set and the layer in it.
-        self.places = {
-            layer.data_ptr(): (number, place)
-            for number, workspaces in enumerate(self.workspaces)
-            for place, layer in enumerate(workspaces)
-        }
+        self.places = places_of(self.workspaces)
 
     def compile_kernels(self) -> None:
         operands = launching.Operands.to_compile(self.channel)
@@ -223,21 +217,10 @@ class DirectTransport(PeerTransport):
         launching.run(launching.wait_launches(self.channel, operands, self.peers, place), call.state)
 
     def _place(self, call: ExchangeCall) -> tuple[int, int]:
-        """The set that a call fills, and where it lies in every rank's memory, in vectors; -1 for other workspaces.
-
-        A set is used as one: what is known of it is when all of it was used last.
-        """
-        places = [self.places.get(workspace.data_ptr()) for workspace in call.workspaces]
-        if not any(places):
+        """The set that a call fills, and where it lies in every rank's memory, in vectors; -1 for other workspaces."""
+        number = set_of(call.op, self.channel, call.workspaces, self.places)
+        if number < 0:
             return -1, 0
-        number = next(place for place in places if place is not None)[0]
-        if places != [(number, layer) for layer in range(len(places))]:
-            reject(
-                call.op,
-                "workspaces",
-                f"(set, layer) {places} of those of channel '{self.channel.name}' on rank {self.channel.rank}",
-                "the first layers of one set in order, or none of the channel's",
-            )
         begin = _sets_begin(self.channel) + number * launching.slab_bytes(self.channel)
         return number, begin // launching.VECTOR_BYTES
 

@@ -3,7 +3,7 @@
 import threading
 from typing import Any
 
-from ..channel import ERRORS, OTHER_CALL, OTHER_PLAN, STARTED, TIMED_OUT, WAITED, ExchangeError
+from ..channel import ERRORS, OTHER_CALL, OTHER_PLAN, STARTED, TIMED_OUT, WAITED, ExchangeError, set_of
 from ..contract import ExchangeCall
 from . import counters
 from .packing import outgoing, owned_places, place, plan_digest
@@ -24,27 +24,27 @@ class LoopbackTransport:
         self.slabs = self.board.shared.setdefault("slabs", [[None] * SLABS for _ in range(channel.world)])
 
     def start(self, call: ExchangeCall) -> None:
-        epoch = counters.next_epoch(call)
+        epoch, said = counters.next_epoch(call), self._said(call)
         places = owned_places(call, self.channel.rank)
         records = outgoing(call, places)
         with self.board.changed:
             self._raise_failure(epoch)
             place(call, places, records[self.channel.rank])
-            self.slabs[self.channel.rank][epoch % SLABS] = (epoch, plan_digest(call), records)
+            self.slabs[self.channel.rank][epoch % SLABS] = (epoch, said, plan_digest(call), records)
             self.board.threads[self.channel.rank] = threading.current_thread()
             self.board.changed.notify_all()
         counters.count(call, STARTED, epoch)
 
     def wait(self, call: ExchangeCall) -> None:
-        epoch = counters.open_epoch(call)
+        epoch, said = counters.open_epoch(call), self._said(call)
         with self.board.changed:
             for peer in self._peers():
                 self._await(peer, epoch)
         for peer in self._peers():
-            _, digest, sent = self.slabs[peer][epoch % SLABS]
+            _, its_call, digest, sent = self.slabs[peer][epoch % SLABS]
             records = sent[self.channel.rank]
             places = owned_places(call, peer)
-            if len(records) != call.layers:
+            if its_call != said:
                 raise self.channel.error(ERRORS[OTHER_CALL].format(peer=peer), epoch)
             if digest != plan_digest(call):
                 raise self.channel.error(ERRORS[OTHER_PLAN].format(peer=peer), epoch)
@@ -62,6 +62,10 @@ class LoopbackTransport:
 
     def close(self) -> None:
         """Nothing of this rank's own: the board goes when the last rank leaves."""
+
+    def _said(self, call: ExchangeCall) -> tuple[int, int]:
+        """What has to be equal on every rank: the layers of a call, and the set of the channel's workspaces."""
+        return call.layers, set_of(call.op, self.channel, call.workspaces, self.channel.places)
 
     def _peers(self) -> list[int]:
         return [(self.channel.rank + step) % self.channel.world for step in range(1, self.channel.world)]
