@@ -369,3 +369,12 @@ def test_flags_are_strict(select):
 def test_sizes_come_with_the_flag(select, split):
     with expect_rejection("GatherPolicy", "split", "the sizes of a SplitSelector"):
         GatherPolicy(PageGeometry(), None, layout="bf16_mla", heads=64, select=select, split=split)
+
+
+@pytest.mark.parametrize("split", [5, RowSplit(4, 64, 512, 8, 2, 4, 2_304)], ids=["a-number", "of-two-ranks"])
+def test_sizes_are_those_of_as_many_ranks(split):
+    geometry = PageGeometry()
+    geometry.freeze(2_304)
+    sizes = GatherPlan(4, 8_192, 2_304, 4, 4, 2_304)
+    with expect_rejection("GatherPolicy", "split", "RowSplit of 4 ranks, those of sizes"):
+        GatherPolicy(geometry, sizes, layout="bf16_mla", heads=64, select="rows", split=split)

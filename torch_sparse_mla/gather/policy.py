@@ -176,6 +176,8 @@ class GatherPolicy:
         if (split is None) != (select == MERGE):
             given = f"{'None' if split is None else 'sizes'} with select={select!r}"
             reject("GatherPolicy", "split", given, "the sizes of a SplitSelector, or None with select='merge'")
+        if split is not None and sizes is not None and getattr(split, "world", None) != sizes.world:
+            reject("GatherPolicy", "split", repr(split), f"RowSplit of {sizes.world} ranks, those of sizes")
         self.select, self.split = select, split
         self.geometry, self.sizes, self.heads, self.records = geometry, sizes, heads, records
         self.costs = costs or GatherCosts()
