@@ -31,7 +31,14 @@ NATIVE = "torch_sparse_mla._native"
 # the library would not load in an older one.
 STABLE_ABI = "0x020a000000000000"
 CUDA_SOURCES = sorted(str(source) for source in Path("csrc").rglob("*.cu"))
-NVCC_FLAGS = ["-std=c++17", "-O3", "-gencode=arch=compute_90a,code=sm_90a", "-Xcompiler=-fPIC,-fvisibility=hidden"]
+NVCC_FLAGS = [
+    "-std=c++17",
+    "-O3",
+    "-gencode=arch=compute_90a,code=sm_90a",
+    "-Xcompiler=-fPIC,-fvisibility=hidden",
+    # Kernels are compiled side by side, on all cores.
+    "-split-compile=0",
+]
 
 
 class BuildNative(build_ext):

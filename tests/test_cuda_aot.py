@@ -34,7 +34,7 @@ def nvcc_flags() -> list[str]:
     """Those of the build, so that what is examined is what ships."""
     found: dict[str, list[str]] = {}
     text = (ROOT / "setup.py").read_text()
-    exec(re.search(r"^NVCC_FLAGS = .*$", text, re.MULTILINE)[0], found)
+    exec(re.search(r"^NVCC_FLAGS = \[.*?^\]$", text, re.MULTILINE | re.DOTALL)[0], found)
     return found["NVCC_FLAGS"]
 
 

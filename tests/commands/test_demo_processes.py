@@ -46,12 +46,6 @@ def test_two_processes_run_every_strategy_that_they_can(tmp_path):
     assert "Not run: peer_read: a gloo group of 2 on the CPU: a process maps no memory of another" in result.stdout
 
 
-def test_processes_refuse_what_maps_memory():
-    result = torchrun(2, *SMALL, "--strategy", "peer_read")
-    assert result.returncode != 0
-    assert "got 'peer_read', which cannot run here: a gloo group of 2 on the CPU" in result.stderr
-
-
 def test_processes_refuse_another_world(monkeypatch, capsys):
     monkeypatch.setattr(processes, "launched_world", lambda: 2)
     with pytest.raises(SystemExit) as refused:
