@@ -13,6 +13,7 @@ from torch_sparse_mla.commands import demo, demo_prefill, prefill_cases
 from torch_sparse_mla.integrations import prefill_ranks, tiny_models
 
 from ..exchange.processes import run_ranks
+from ..integrations.broken_prefill import forget_the_tail, lose_a_record, shift_slots
 from ..integrations.models import shared_model
 
 RUN = ["demo", "--device", "cpu", "--prefill", "--world", "2", "--layout", "bf16_mla_nope"]
@@ -80,21 +81,6 @@ def test_demo_runs_the_six_cases(small, tmp_path, capsys):
     assert chunk["candidate_bytes"] == 2 * chunk["rows"] * 16 * 8
 
 
-def lose_a_record(records, plan, gathered, state, channel):
-    wait(records, plan, gathered, state, channel)
-    gathered[5] = 0
-
-
-def shift_slots(topk, plan, sizes):
-    slots, counts = remap(topk, plan, sizes)
-    return torch.where(slots >= 0, slots + 1, slots), counts
-
-
-def forget_the_tail(candidates, positions):
-    topk, counts = merge(candidates, positions)
-    return torch.where(topk >= (positions[:, None] + 1) // 4 * 4, -1, topk), counts
-
-
 def lose_a_ranks_pools(q, weights, pools, *others, rank, **options):
     candidates = select(q, weights, pools, *others, rank=rank, **options)
     return candidates if rank == 0 else torch.full_like(candidates, -(2**63))
@@ -114,7 +100,6 @@ def scale_output(q, *others, **options):
     return 1.05 * out, lse
 
 
-wait, remap, merge = prefill_ranks.c4_prefill_gather_wait, prefill_ranks.c4_remap, prefill_ranks.c4_merge_pools
 select, write, store = prefill_ranks.c4_select, prefill_ranks.c4_write_index_keys, prefill_ranks.write_ckv_records
 attend = prefill_ranks.sparse_ckv_decode
 

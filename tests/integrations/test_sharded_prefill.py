@@ -11,6 +11,7 @@ from torch_sparse_mla.gather.policy import GatherCosts
 from torch_sparse_mla.integrations import prefill_ranks, transformers
 from torch_sparse_mla.integrations.sharded_prefill import PrefillClient
 
+from .broken_prefill import forget_the_tail, lose_a_record, shift_slots
 from .models import NOPE_LAYOUTS, forward, prompt, shared_model
 
 pytestmark = pytest.mark.usefixtures("inference")
@@ -203,27 +204,9 @@ def test_what_does_not_fit_or_pay_takes_the_ordinary_path_and_is_counted(alone):
         assert [report["path"] for report in ranks.reports] == ["ordinary", "gather", "ordinary"]
 
 
-def break_records(records, plan, gathered, state, channel):
-    wait(records, plan, gathered, state, channel)
-    gathered[0] = 0
-
-
-def break_slots(topk, plan, sizes):
-    slots, counts = remap(topk, plan, sizes)
-    return torch.where(slots >= 0, slots + 1, slots), counts
-
-
-def break_tail(candidates, positions):
-    topk, counts = merge(candidates, positions)
-    return torch.where(topk >= (positions[:, None] + 1) // 4 * 4, -1, topk), counts
-
-
-wait, remap, merge = prefill_ranks.c4_prefill_gather_wait, prefill_ranks.c4_remap, prefill_ranks.c4_merge_pools
-
-
 @pytest.mark.parametrize(
     ("name", "broken"),
-    [("c4_prefill_gather_wait", break_records), ("c4_remap", break_slots), ("c4_merge_pools", break_tail)],
+    [("c4_prefill_gather_wait", lose_a_record), ("c4_remap", shift_slots), ("c4_merge_pools", forget_the_tail)],
 )
 def test_the_comparison_has_teeth(name, broken, alone, monkeypatch):
     monkeypatch.setattr(prefill_ranks, name, broken)

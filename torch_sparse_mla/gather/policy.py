@@ -285,15 +285,10 @@ class GatherPolicy:
         resident_lengths: Sequence[int] | None,
     ) -> GatherChoice:
         sizes = self.sizes
-        checks = {
-            "provisional_geometry": sizes is None or not self.geometry.frozen,
-            "capturing": capturing,
-            "decode_tokens": num_decode_tokens != 0,
-            "no_rows": rows == 0,
-        }
-        for reason, applies in checks.items():
-            if applies:
-                return GatherChoice(ORDINARY, reason)
+        provisional = sizes is None or not self.geometry.frozen
+        reason = _no_prefill(provisional, rows, num_decode_tokens, capturing)
+        if reason is not None:
+            return GatherChoice(ORDINARY, reason)
         if resident_lengths is None:
             form, why = FULL, "off" if self.records == FULL else "not_resident"
             padded = sizes.host_padded(lengths)
@@ -314,16 +309,10 @@ class GatherPolicy:
         self, lengths: Sequence[int], rows: int, num_decode_tokens: int, capturing: bool
     ) -> SelectChoice:
         split = self.split
-        checks = {
-            "off": self.select == MERGE,
-            "provisional_geometry": not self.geometry.frozen,
-            "capturing": capturing,
-            "decode_tokens": num_decode_tokens != 0,
-            "no_rows": rows == 0,
-        }
-        for reason, applies in checks.items():
-            if applies:
-                return SelectChoice(MERGE, reason)
+        reason = _no_prefill(not self.geometry.frozen, rows, num_decode_tokens, capturing)
+        reason = "off" if self.select == MERGE else reason
+        if reason is not None:
+            return SelectChoice(MERGE, reason)
         others = split.world - 1
         gathered = (split.candidate_bytes(rows), split.gathered_bytes(lengths, rows))
         received = tuple(size // split.world * others for size in gathered)
@@ -397,6 +386,17 @@ def ordinary_bytes(rows: int, heads: int, query_dim: int, world: int) -> int:
     """Bytes that a rank receives in ordinary DCP: the peers' query heads in bf16, then partial outputs and LSEs."""
     per_head = _BFLOAT16_BYTES * (query_dim + LATENT_DIM) + _LSE_BYTES
     return rows * (world - 1) * (heads // world) * per_head
+
+
+def _no_prefill(provisional: bool, rows: int, num_decode_tokens: int, capturing: bool) -> str | None:
+    """Why a batch is none that may gather, whatever its sizes; None: it may."""
+    checks = {
+        "provisional_geometry": provisional,
+        "capturing": capturing,
+        "decode_tokens": num_decode_tokens != 0,
+        "no_rows": rows == 0,
+    }
+    return next((reason for reason, applies in checks.items() if applies), None)
 
 
 def _checked_batch(

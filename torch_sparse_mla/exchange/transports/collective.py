@@ -15,10 +15,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ..channel import ERRORS, OTHER_CALL, OTHER_PLAN, STARTED, TIMED_OUT, WAITED, ExchangeError, set_of
+from ..channel import ERRORS, OTHER_CALL, OTHER_PLAN, STARTED, TIMED_OUT, WAITED, ExchangeError
 from ..contract import ExchangeCall
 from . import counters
-from .packing import outgoing, owned_places, place, plan_digest
+from .packing import layers_and_set, outgoing, owned_places, place, plan_digest
 
 HEADER_WORDS = 4
 CONNECT_S = 30.0
@@ -53,7 +53,7 @@ class CollectiveTransport:
 
     def start(self, call: ExchangeCall) -> None:
         self._raise_failure()
-        epoch, said = counters.next_epoch(call), self._said(call)
+        epoch, said = counters.next_epoch(call), layers_and_set(call)
         places = owned_places(call, self.channel.rank)
         records = outgoing(call, places)
         place(call, places, records[self.channel.rank])
@@ -75,7 +75,7 @@ class CollectiveTransport:
 
     def wait(self, call: ExchangeCall) -> None:
         self._raise_failure()
-        epoch, said = counters.open_epoch(call), self._said(call)
+        epoch, said = counters.open_epoch(call), layers_and_set(call)
         places = {peer: owned_places(call, peer) for peer in self._peers()}
         for peer, (work, header) in self.headers.items():
             self._complete(peer, epoch, work)
@@ -103,10 +103,6 @@ class CollectiveTransport:
             self.group.abort()
         self.group = None
         self.headers, self.payloads, self.sends = {}, {}, {}
-
-    def _said(self, call: ExchangeCall) -> tuple[int, int]:
-        """What has to be equal on every rank: the layers of a call, and the set of the channel's workspaces."""
-        return call.layers, set_of(call.op, self.channel, call.workspaces, self.channel.places)
 
     def _peers(self) -> list[int]:
         return [(self.channel.rank + step) % self.channel.world for step in range(1, self.channel.world)]

@@ -3,10 +3,10 @@
 import threading
 from typing import Any
 
-from ..channel import ERRORS, OTHER_CALL, OTHER_PLAN, STARTED, TIMED_OUT, WAITED, ExchangeError, set_of
+from ..channel import ERRORS, OTHER_CALL, OTHER_PLAN, STARTED, TIMED_OUT, WAITED, ExchangeError
 from ..contract import ExchangeCall
 from . import counters
-from .packing import outgoing, owned_places, place, plan_digest
+from .packing import layers_and_set, outgoing, owned_places, place, plan_digest
 
 SLABS = 2
 
@@ -24,7 +24,7 @@ class LoopbackTransport:
         self.slabs = self.board.shared.setdefault("slabs", [[None] * SLABS for _ in range(channel.world)])
 
     def start(self, call: ExchangeCall) -> None:
-        epoch, said = counters.next_epoch(call), self._said(call)
+        epoch, said = counters.next_epoch(call), layers_and_set(call)
         places = owned_places(call, self.channel.rank)
         records = outgoing(call, places)
         with self.board.changed:
@@ -36,7 +36,7 @@ class LoopbackTransport:
         counters.count(call, STARTED, epoch)
 
     def wait(self, call: ExchangeCall) -> None:
-        epoch, said = counters.open_epoch(call), self._said(call)
+        epoch, said = counters.open_epoch(call), layers_and_set(call)
         with self.board.changed:
             for peer in self._peers():
                 self._await(peer, epoch)
@@ -62,10 +62,6 @@ class LoopbackTransport:
 
     def close(self) -> None:
         """Nothing of this rank's own: the board goes when the last rank leaves."""
-
-    def _said(self, call: ExchangeCall) -> tuple[int, int]:
-        """What has to be equal on every rank: the layers of a call, and the set of the channel's workspaces."""
-        return call.layers, set_of(call.op, self.channel, call.workspaces, self.channel.places)
 
     def _peers(self) -> list[int]:
         return [(self.channel.rank + step) % self.channel.world for step in range(1, self.channel.world)]

@@ -5,6 +5,7 @@ import zlib
 
 import torch
 
+from ..channel import set_of
 from ..contract import ExchangeCall
 
 
@@ -12,6 +13,11 @@ def plan_digest(call: ExchangeCall) -> int:
     """Equal where owner offsets are equal, and next to never where they are not."""
     # Not by NumPy, which PyTorch can do without.
     return zlib.crc32(array.array("q", call.owner_offsets.flatten().tolist()))
+
+
+def layers_and_set(call: ExchangeCall) -> tuple[int, int]:
+    """What has to be equal on every rank: the layers of a call, and the set of the channel's workspaces."""
+    return call.layers, set_of(call.op, call.channel, call.workspaces, call.channel.places)
 
 
 def owned_places(call: ExchangeCall, rank: int) -> torch.Tensor:
