@@ -19,12 +19,12 @@ from pathlib import Path
 import pytest
 import triton
 import triton.language as tl
-from triton.backends.compiler import GPUTarget
 from triton.backends.nvidia.compiler import get_ptxas
-from triton.compiler import ASTSource
 
 import torch_sparse_mla
 from torch_sparse_mla.triton_launch import AotConfiguration
+
+from .compiled_triton import compiled
 
 PACKAGE = Path(torch_sparse_mla.__file__).parent
 MODULES = sorted(
@@ -39,18 +39,10 @@ def configurations(module: str, capability: int) -> list[AotConfiguration]:
     return list(import_module(module).aot_configurations(capability))
 
 
-def compile_configuration(kernel, signature, constexprs, options, capability: int) -> tuple[int, str]:
+def compile_configuration(configuration: AotConfiguration, capability: int) -> tuple[int, str]:
     """Returns bytes of shared memory, and what ptxas says about registers and spills."""
-    types = {name: spec.split(":")[0] for name, spec in signature.items()} | dict.fromkeys(constexprs, "constexpr")
-    assert set(types) == set(kernel.arg_names), f"signature and constexprs name {sorted(types)}"
-    attributes = {
-        (kernel.arg_names.index(name),): [["tt.divisibility", int(spec.split(":")[1])]]
-        for name, spec in signature.items()
-        if ":" in spec
-    }
-    source = ASTSource(kernel, {name: types[name] for name in kernel.arg_names}, constexprs, attributes)
-    compiled = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=dict(options))
-    return compiled.metadata.shared, ptxas_report(compiled.asm["ptx"], capability)
+    kernel = compiled(configuration, capability)
+    return kernel.metadata.shared, ptxas_report(kernel.asm["ptx"], capability)
 
 
 def ptxas_report(ptx: str, capability: int) -> str:
@@ -75,7 +67,7 @@ def failure(capability: int, case: tuple[str, int]) -> str | None:
     module, index = case
     configuration = configurations(module, capability)[index]
     try:
-        wrong = problem(*compile_configuration(*configuration[1:], capability), capability)
+        wrong = problem(*compile_configuration(configuration, capability), capability)
     except Exception as error:
         wrong = f"does not compile: {type(error).__name__}: {error}"
     return wrong and f"{module}: {configuration.name} on sm_{capability}: {wrong}"
@@ -122,7 +114,8 @@ def _hungry_kernel(data_ptr, COUNT: tl.constexpr):
 
 def test_the_gate_sees_spills():
     options = {"num_warps": 1, "maxnreg": 32}
-    shared, report = compile_configuration(_hungry_kernel, {"data_ptr": "*fp32:16"}, {"COUNT": 2048}, options, 90)
+    hungry = AotConfiguration("hungry", _hungry_kernel, {"data_ptr": "*fp32:16"}, {"COUNT": 2048}, options)
+    shared, report = compile_configuration(hungry, 90)
     assert problem(shared, report, 90).startswith("spills: ")
 
 

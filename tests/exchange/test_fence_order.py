@@ -4,11 +4,10 @@ import functools
 import re
 
 import pytest
-import triton
-from triton.backends.compiler import GPUTarget
-from triton.compiler import ASTSource
 
 from torch_sparse_mla.exchange import triton_kernels, triton_kernels_pack_unpack
+
+from ..compiled_triton import compiled
 
 CONFIGURATIONS = {
     entry.name: entry
@@ -19,13 +18,7 @@ CONFIGURATIONS = {
 
 @functools.cache
 def ptx_lines(name: str) -> list[str]:
-    _, kernel, signature, constexprs, options = CONFIGURATIONS[name]
-    types = {key: value.split(":")[0] for key, value in signature.items()} | dict.fromkeys(constexprs, "constexpr")
-    attributes = {
-        (kernel.arg_names.index(key),): [["tt.divisibility", 16]] for key in signature if ":" in signature[key]
-    }
-    source = ASTSource(kernel, {key: types[key] for key in kernel.arg_names}, constexprs, attributes)
-    return triton.compile(source, target=GPUTarget("cuda", 90, 32), options=dict(options)).asm["ptx"].splitlines()
+    return compiled(CONFIGURATIONS[name], 90).asm["ptx"].splitlines()
 
 
 def positions(lines: list[str], pattern: str) -> list[int]:

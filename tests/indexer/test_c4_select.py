@@ -1,15 +1,17 @@
 """`c4_select` against the plain-Python model, exactly; against itself on other ranks and lists; what it refuses."""
 
 import dataclasses
+import re
 
 import pytest
 import torch
 
 import torch_sparse_mla
 from torch_sparse_mla import c4_select_workspace_bytes
-from torch_sparse_mla.indexer import reference
+from torch_sparse_mla.indexer import reference, triton_kernels_select
 from torch_sparse_mla.indexer.pools import ABSENT, candidates_of, pools_of, scores_of
 
+from ..compiled_triton import compiled
 from ..decode.rejections import expect_rejection
 from .cases import (
     SelectCase,
@@ -164,6 +166,13 @@ def test_a_key_that_is_no_number_scores_lowest(implementation):
     found = {pool: score for score, pool in decoded(arguments[6].cpu())[0][0]}
     assert sorted(found) == list(range(6)) and found.pop(2) == float("-inf")
     assert found == {pool: case.score(0, pool) for pool in (0, 1, 3, 4, 5)}
+
+
+def test_the_kernels_maximum_keeps_what_is_no_number():
+    """Of the interpreter every maximum does, of a GPU only the instruction that is asked for."""
+    serving = next(form for form in triton_kernels_select.aot_configurations(90) if "serving-1x" in form.name)
+    maxima = re.findall(r"max\.\S*f32", compiled(serving, 90).asm["ptx"])
+    assert maxima and set(maxima) == {"max.NaN.f32"}
 
 
 @every_implementation
