@@ -1,14 +1,19 @@
-"""Benchmark of the prefill gather's operators: packing alone, the gather of ranks on one device, in full and of what is
-new, plan and remap. Before, the bytes that a rank receives for a chunk and for a whole prompt, which no device changes.
+"""Benchmark of the prefill gather's operators; and the bytes that a rank receives for a chunk and for a whole prompt.
 
-python profiling/bench_c4_prefill_gather.py
+python profiling/bench_c4_prefill_gather.py                                     # all ranks on one GPU
 python profiling/bench_c4_prefill_gather.py --quick
+torchrun --nproc-per-node 2 profiling/bench_c4_prefill_gather.py                # a process and a GPU for each rank
+torchrun --nproc-per-node 2 profiling/bench_c4_prefill_gather.py --device cpu   # a trial without GPUs
+
+On one device: packing alone, the gather in full and of what is new, plan and remap. With processes: the gather in both
+forms over every transport that peers' memory allows, beside packing and an all-gather, and the all-gather alone.
 """
 
 import argparse
-import dataclasses
 import itertools
 import sys
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -17,18 +22,15 @@ if __package__ in (None, ""):
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from profiling import harness, shapes
+from profiling.exchanges import made_by_all, transports
+from profiling.gathers import INTERLEAVE, PAGE_SIZE, Chunk, Collectives, Gatherer, received
+from profiling.ranks import LoopbackRanks, ProcessRanks, process_device, under_torchrun
 from profiling.shapes import C4_CONTEXTS, C4_ROWS, C4_TOPK, INCREMENTAL_GATHER, GatherShape
 from profiling.timing import Contender, poison
-from torch_sparse_mla import Channel, GatherPlan, LoopbackGroup, c4_plan_gather, gather_capacity
 from torch_sparse_mla.gather import reference
-from torch_sparse_mla.gather.policy import gather_bytes, ordinary_bytes
-from torch_sparse_mla.sharding import local_length
 
 BENCH = "c4_prefill_gather"
-PAGE_SIZE = 64
-INTERLEAVE = 4
-HEADS = 64
-# Two caches and two gathered buffers in turn; the larger ones outgrow the last-level cache by themselves.
+# Lists of a remap in turn.
 NUM_SETS = 2
 
 
@@ -36,15 +38,42 @@ def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     harness.add_arguments(parser)
     arguments = parser.parse_args(argv)
-    device = harness.parse_device(parser, arguments.device)
+    if under_torchrun():
+        ranks = ProcessRanks(process_device(arguments.device))
+        with ranks.quiet():
+            status = _run_between(arguments, ranks)
+        ranks.close()
+        return status
+    return _run_on_one(arguments, harness.parse_device(parser, arguments.device))
+
+
+def _run_on_one(arguments: argparse.Namespace, device: torch.device) -> int:
     session = harness.Session(BENCH, device, arguments.commit, {})
     print_prompts()
-    generator = torch.Generator(device).manual_seed(0)
+    grid = shapes.gather_grid(device.type, arguments.quick)
     try:
-        for shape in shapes.gather_grid(device.type, arguments.quick):
-            chunk = _Chunk(shape, device, generator)
-            session.measure(shape, chunk.contenders(), NUM_SETS)
-            chunk.close()
+        for shape in session.within(arguments.budget_s, grid, arguments.json):
+            if shape.op == "c4_remap":
+                session.measure(shape, [remapping(shape, device)], NUM_SETS)
+            elif shape.op == "c4_plan_gather":
+                session.measure(shape, [planning(shape, device)], NUM_SETS)
+            else:
+                _measure_on_one(session, shape, LoopbackRanks(device, shape.world))
+    finally:
+        status = session.finish(arguments.json)
+    return status
+
+
+def _run_between(arguments: argparse.Namespace, ranks: ProcessRanks) -> int:
+    names = Collectives.names(ranks.backend).values()
+    session = harness.Session(BENCH, ranks.device, arguments.commit, dict.fromkeys(names), ranks)
+    session.note_ranks(ranks)
+    rate = session.note_link(ranks)
+    print_prompts(ranks.world)
+    grid = shapes.ranks_gather_grid(ranks.device.type, arguments.quick, ranks.world)
+    try:
+        for shape in session.within(arguments.budget_s, grid, arguments.json):
+            _measure_between(session, shape, ranks, rate)
     finally:
         status = session.finish(arguments.json)
     return status
@@ -66,183 +95,89 @@ def print_prompts(world: int = 4, layout: str = "fp8_mla_nope") -> None:
             )
 
 
-def received(shape: GatherShape, ends: list[int]) -> tuple[int, int, int]:
-    """Bytes received by chunks of `shape.rows` rows that end at `ends`: in full, incrementally, in ordinary DCP."""
-    sizes = _sizes(shape)
-    full = sum(sizes.host_padded([end]) for end in ends)
-    new = sum(max(sizes.host_sent([end], [max(0, end - shape.rows)])) for end in ends)
-    moved = (gather_bytes(records, shape.record_bytes, shape.world) for records in (full, new))
-    return *moved, len(ends) * ordinary_bytes(shape.rows, HEADS, 512, shape.world)
+def _measure_on_one(session: harness.Session, shape: GatherShape, ranks: LoopbackRanks) -> None:
+    """What is new beside the full gather of the same chunk; packing beside `index_select`."""
+    chunks = {harness.op_impl(BENCH, ranks.device): Chunk(shape, ranks)}
+    if shape.op == INCREMENTAL_GATHER:
+        chunks = {"incremental": Chunk(shape, ranks), "full": Chunk(replace(shape, op=BENCH), ranks)}
+    transport, *_ = transports(ranks)
+    gatherers = [Gatherer(chunk, transport, name=name) for name, chunk in chunks.items()]
+    contenders = [contender for gatherer in gatherers for contender in gatherer.contenders()]
+    if shape.world == 1:
+        chunk, gathered = gatherers[0].chunk, gatherers[0].gathered[0]
+        select = partial(chunk.index_select, 0, into=gathered)
+        contenders.append(replace(contenders[0], name="index_select", call=select, details=None))
+    session.measure(shape, contenders, gatherers[0].chunk.num_sets)
+    for gatherer in gatherers:
+        gatherer.close()
 
 
-def _sizes(shape: GatherShape) -> GatherPlan:
-    capacity = gather_capacity(shape.context, 1, shape.world, INTERLEAVE, PAGE_SIZE)
-    return GatherPlan(1, shape.rows, capacity, shape.world, INTERLEAVE, PAGE_SIZE)
+def _measure_between(session: harness.Session, shape: GatherShape, ranks: ProcessRanks, rate: float | None) -> None:
+    """`rate`: of the link, in TB/s, where it is known."""
+    chunk = Chunk(shape, ranks)
+    # The collective transport of GPUs is packing and NCCL too, and its unpacking comes on top.
+    names = [name for name in transports(ranks) if name != "collective" or ranks.device.type == "cpu"]
+    makers = {name: partial(Gatherer, chunk, name, placed=name == "direct") for name in names}
+    made = made_by_all(session, shape, ranks, makers | {"collectives": partial(Collectives, chunk, ranks)})
+    floor_us = chunk.received_bytes / rate * 1e-6 if rate else None
+    before = len(session.cases)
+    session.measure(shape, [c for one in made for c in one.contenders()], chunk.num_sets, floor_us)
+    note_link_share(session.cases[before:])
+    for one in made:
+        one.close()
 
 
-class _Chunk:
-    """A chunk at the end of one prompt, and what every rank holds of it."""
+def note_link_share(cases: list[dict]) -> None:
+    """Where the floor is the link's: the bytes that a rank has to receive, by the time, by the link's rate."""
+    for case in cases:
+        if case["floor_us"]:
+            case["link_share"] = round(case["floor_us"] / case["us"], 4)
 
-    def __init__(self, shape: GatherShape, device: torch.device, generator: torch.Generator) -> None:
-        self.shape, self.device, self.generator = shape, device, generator
-        self.sizes = _sizes(shape)
-        blocks = -(-shape.context // (PAGE_SIZE * shape.world))
-        self.table = torch.randperm(blocks, device=device, generator=generator, dtype=torch.int32).view(1, -1)
-        self.pages = blocks
-        self.plans = [
-            c4_plan_gather([shape.context], [shape.rows], self.table, self.sizes, rank=rank)
-            for rank in range(shape.world)
-        ]
-        self.channels: list[Channel] = []
 
-    def contenders(self) -> list[Contender]:
-        if self.shape.op == "c4_remap":
-            return [self._remap()]
-        if self.shape.op == "c4_plan_gather":
-            return [self._plan()]
-        return self._incremental() if self.shape.op == INCREMENTAL_GATHER else self._gather()
+def remapping(shape: GatherShape, device: torch.device) -> Contender:
+    """Lists as a selector gives them: distinct tokens of the context in no order, the tail's places absent."""
+    chunk, op = Chunk(shape, LoopbackRanks(device, shape.world)), torch.ops.torch_sparse_mla.c4_remap.default
+    generator = torch.Generator(device).manual_seed(0)
+    size = (NUM_SETS, shape.rows, C4_TOPK)
+    lists = torch.randint(0, shape.context - shape.rows, size, device=device, generator=generator)
+    lists = lists.int()
+    lists[..., -3:] = -1
+    slots = torch.empty(size[1:], dtype=torch.int32, device=device)
+    counts = torch.empty(shape.rows, dtype=torch.int32, device=device)
+    sizes = (1, shape.rows, INTERLEAVE, shape.world)
 
-    def close(self) -> None:
-        for channel in self.channels:
-            channel.check()
-            channel.close()
+    def error() -> float:
+        expected = torch.empty(size[1:], dtype=torch.int32), torch.empty(shape.rows, dtype=torch.int32)
+        reference.c4_remap(lists[-1].cpu(), chunk.plans[0].cpu(), *expected, *sizes)
+        return float(not (torch.equal(slots.cpu(), expected[0]) and torch.equal(counts.cpu(), expected[1])))
 
-    def _remap(self) -> Contender:
-        """Lists as a selector gives them: distinct tokens of the context in no order, the tail's places absent."""
-        shape, op = self.shape, torch.ops.torch_sparse_mla.c4_remap.default
-        size = (NUM_SETS, shape.rows, C4_TOPK)
-        lists = torch.randint(0, shape.context - shape.rows, size, device=self.device, generator=self.generator)
-        lists = lists.int()
-        lists[..., -3:] = -1
-        slots = torch.empty(size[1:], dtype=torch.int32, device=self.device)
-        counts = torch.empty(shape.rows, dtype=torch.int32, device=self.device)
-        sizes = (1, shape.rows, INTERLEAVE, shape.world)
+    def call(index_set: int) -> None:
+        op(lists[index_set], chunk.plans[0], slots, counts, *sizes)
 
-        def error() -> float:
-            expected = torch.empty(size[1:], dtype=torch.int32), torch.empty(shape.rows, dtype=torch.int32)
-            reference.c4_remap(lists[-1].cpu(), self.plans[0].cpu(), *expected, *sizes)
-            return float(not (torch.equal(slots.cpu(), expected[0]) and torch.equal(counts.cpu(), expected[1])))
+    return Contender(harness.op_impl("c4_remap", device), call, lambda: poison(slots), error, 0.0)
 
-        def call(index_set: int) -> None:
-            op(lists[index_set], self.plans[0], slots, counts, *sizes)
 
-        return Contender(harness.op_impl("c4_remap", self.device), call, lambda: poison(slots), error, 0.0)
+def planning(shape: GatherShape, device: torch.device) -> Contender:
+    chunk, op = Chunk(shape, LoopbackRanks(device, shape.world)), torch.ops.torch_sparse_mla.c4_plan_gather.default
+    sizes = chunk.sizes
+    vectors = [torch.tensor(v, dtype=torch.int32, device=device) for v in ([shape.context], [0, shape.rows])]
+    plan = torch.empty_like(chunk.plans[1])
+    geometry = (1, sizes.rows, sizes.capacity, PAGE_SIZE, INTERLEAVE, 1, shape.world)
 
-    def _plan(self) -> Contender:
-        shape, sizes, op = self.shape, self.sizes, torch.ops.torch_sparse_mla.c4_plan_gather.default
-        vectors = [torch.tensor(v, dtype=torch.int32, device=self.device) for v in ([shape.context], [0, shape.rows])]
-        plan = torch.empty_like(self.plans[1])
-        geometry = (1, sizes.rows, sizes.capacity, PAGE_SIZE, INTERLEAVE, 1, shape.world)
-
-        def error() -> float:
-            expected = torch.empty(sizes.words, dtype=torch.int32)
-            reference.c4_plan_gather(*(vector.cpu() for vector in vectors), self.table.cpu(), expected, *geometry)
-            return float(
-                any(
-                    not torch.equal(getattr(sizes, name)(plan.cpu()), getattr(sizes, name)(expected))
-                    for name in sizes.sections
-                )
+    def error() -> float:
+        expected = torch.empty(sizes.words, dtype=torch.int32)
+        reference.c4_plan_gather(*(vector.cpu() for vector in vectors), chunk.table.cpu(), expected, *geometry)
+        return float(
+            any(
+                not torch.equal(getattr(sizes, name)(plan.cpu()), getattr(sizes, name)(expected))
+                for name in sizes.sections
             )
+        )
 
-        def call(index_set: int) -> None:
-            op(*vectors, self.table, plan, *geometry)
+    def call(index_set: int) -> None:
+        op(*vectors, chunk.table, plan, *geometry)
 
-        return Contender(harness.op_impl("c4_plan_gather", self.device), call, lambda: poison(plan), error, 0.0)
-
-    def _incremental(self) -> list[Contender]:
-        """The last chunk, when all before it is resident; beside the full gather of the same chunk."""
-        (full,) = self._gather()
-        caches, gathered = self.caches, self.gathered
-        shape, world = self.shape, self.shape.world
-        records = local_length(0, shape.context, world, INTERLEAVE)
-        sizes = dataclasses.replace(self.sizes, resident=records)
-        known = shape.context - shape.rows
-        held = {"resident_starts": [0], "resident_lengths": [known]}
-        lengths = ([shape.context], [shape.rows])
-        plans = [c4_plan_gather(*lengths, self.table, sizes, rank=rank, **held) for rank in range(world)]
-        size = (world * records, shape.record_bytes)
-        resident = [torch.empty(size, dtype=torch.uint8, device=self.device) for _ in range(world)]
-        start = torch.ops.torch_sparse_mla.c4_prefill_gather_start.default
-        wait = torch.ops.torch_sparse_mla.c4_prefill_gather_wait.default
-        place = torch.ops.torch_sparse_mla.c4_place_records.default
-
-        def call(index_set: int) -> None:
-            for half in (start, wait):
-                for rank, channel in enumerate(self.channels):
-                    half(caches[rank][index_set], plans[rank], gathered[rank], channel.state, channel.name)
-            for rank in range(world):
-                place(gathered[rank], plans[rank], resident[rank], 1, sizes.rows, INTERLEAVE, world)
-
-        def error() -> float:
-            wrong = False
-            for owner in range(world):
-                first = local_length(owner, known, world, INTERLEAVE)
-                own = self._packed(owner)[: local_length(owner, shape.context, world, INTERLEAVE)]
-                there = slice(owner * records + first, owner * records + len(own))
-                wrong |= any(not torch.equal(buffer[there], own[first:]) for buffer in resident)
-            return float(wrong)
-
-        def clear() -> None:
-            for buffer in (*gathered, *resident):
-                poison(buffer)
-
-        details = {"received_bytes": received(shape, [shape.context])[1], "resident_bytes": resident[0].nbytes}
-        ours = Contender("incremental", call, clear, error, 0.0, details)
-        return [ours, dataclasses.replace(full, name="full")]
-
-    def _gather(self) -> list[Contender]:
-        shape, sizes = self.shape, self.sizes
-        ranks = range(shape.world)
-        size = (NUM_SETS, self.pages, PAGE_SIZE, shape.record_bytes)
-        caches = [
-            torch.randint(256, size, device=self.device, generator=self.generator, dtype=torch.uint8) for _ in ranks
-        ]
-        gathered = [
-            torch.empty(sizes.gathered_records, shape.record_bytes, dtype=torch.uint8, device=self.device)
-            for _ in ranks
-        ]
-        self.caches, self.gathered = caches, gathered
-        group = LoopbackGroup(shape.world, self.device)
-        self.channels = [
-            Channel.create(BENCH, group.rank(rank), sizes.gathered_records, shape.record_bytes, 1) for rank in ranks
-        ]
-        start = torch.ops.torch_sparse_mla.c4_prefill_gather_start.default
-        wait = torch.ops.torch_sparse_mla.c4_prefill_gather_wait.default
-
-        def call(index_set: int) -> None:
-            for half in (start, wait):
-                for rank, channel in enumerate(self.channels):
-                    half(caches[rank][index_set], self.plans[rank], gathered[rank], channel.state, channel.name)
-
-        def error() -> float:
-            expected = torch.cat([self._packed(rank) for rank in ranks])
-            return float(any(not torch.equal(buffer[: len(expected)], expected) for buffer in gathered))
-
-        def clear() -> None:
-            for buffer in gathered:
-                poison(buffer)
-
-        details = {
-            "received_bytes": received(shape, [shape.context])[0],
-            "ordinary_received_bytes": received(shape, [shape.context])[2],
-        }
-        ours = Contender(harness.op_impl(BENCH, self.device), call, clear, error, 0.0, details)
-        if shape.world > 1:
-            return [ours]
-
-        def index_select(index_set: int) -> None:
-            records = caches[0][index_set].flatten(0, 1).view(torch.int32)
-            torch.index_select(records, 0, slots, out=gathered[0][: len(slots)].view(torch.int32))
-
-        slots = self._slots(0)
-        return [ours, Contender("index_select", index_select, clear, error, 0.0)]
-
-    def _slots(self, rank: int) -> torch.Tensor:
-        return self.sizes.owned_slots(self.plans[rank])[: self.sizes.host_padded([self.shape.context])].long()
-
-    def _packed(self, rank: int) -> torch.Tensor:
-        """A rank's slice of the last index set."""
-        return self.caches[rank][-1].flatten(0, 1)[self._slots(rank)]
+    return Contender(harness.op_impl("c4_plan_gather", device), call, lambda: poison(plan), error, 0.0)
 
 
 if __name__ == "__main__":

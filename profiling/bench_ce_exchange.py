@@ -11,6 +11,7 @@ torchrun --nproc-per-node 2 profiling/bench_ce_exchange.py --device cpu --topk 6
 import argparse
 import sys
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -19,15 +20,14 @@ if __package__ in (None, ""):
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from profiling import beside, harness, shapes
-from profiling.exchanges import Collectives, Exchanger, Packer, Ranks, baselines, transports
-from profiling.ranks import LoopbackRanks, ProcessRanks, attempt, process_device, under_torchrun
+from profiling.exchanges import Collectives, Exchanger, Packer, Ranks, baselines, made_by_all, transports
+from profiling.ranks import LoopbackRanks, ProcessRanks, process_device, under_torchrun
 from profiling.shapes import ExchangeShape, PackShape
 from profiling.sharded import MAX_EXCHANGE_SETS, Selections
 from profiling.timing import MIN_SETS, cache_bytes, num_index_sets
 
 BENCH = "ce_exchange"
 MAX_PACK_SETS = 64
-LINK_BYTES = 256 << 20
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -56,13 +56,8 @@ def _run(arguments: argparse.Namespace, device: torch.device, processes: Process
     worlds = [processes.world] if processes else arguments.worlds or shapes.EXCHANGE_WORLDS
     first = processes or LoopbackRanks(device, worlds[0])
     session = harness.Session(BENCH, device, arguments.commit, baselines(first), processes)
-    session.note("ranks", "processes" if processes else "on one device")
-    session.note("limits", first.limits)
-    print(first.limits)
-    rate = _link_tb_per_s(processes) if processes else None
-    if rate is not None:
-        session.note("link_tb_per_s", rate)
-        print(f"link {rate * 1e3:.0f} GB/s (copy to the next rank's memory, all ranks at once)")
+    session.note_ranks(first)
+    rate = session.note_link(first)
     exchanges = _chosen(arguments, worlds, shapes.exchange_grid)
     widest = [shape for shape in exchanges if shape.record_bytes == exchanges[0].record_bytes]
     besides = _chosen(arguments, worlds, shapes.beside_grid) if processes or arguments.beside else []
@@ -93,15 +88,9 @@ def _chosen(arguments: argparse.Namespace, worlds: list[int], grid) -> list[Exch
 def _measure(session: harness.Session, shape: ExchangeShape, ranks: Ranks, rate: float | None) -> None:
     selections = Selections(shape, shape.layers, ranks.device, MAX_EXCHANGE_SETS)
     caches = {rank: selections.random_caches(rank) for rank in ranks.own}
-    exchangers, contenders = [], []
-    for transport in transports(ranks):
-        made, failure = attempt(lambda name=transport: Exchanger(selections, caches, ranks, name))
-        failure = ranks.agree(failure)
-        if failure is None:
-            exchangers.append(made)
-            contenders += made.contenders()
-        else:
-            session.fail(f"{shape.fields()} {transport}: {failure}")
+    makers = {name: partial(Exchanger, selections, caches, ranks, name) for name in transports(ranks)}
+    exchangers = made_by_all(session, shape, ranks, makers)
+    contenders = [contender for exchanger in exchangers for contender in exchanger.contenders()]
     if shape.beside:
         contenders = beside.contenders(shape, exchangers, selections.num_sets, ranks.device)
     elif isinstance(ranks, ProcessRanks):
@@ -119,36 +108,6 @@ def _measure_pack(session: harness.Session, shape: PackShape, device: torch.devi
     packer = Packer(shape.records, shape.record_bytes, sets, device)
     session.measure(shape, packer.contenders(), sets)
     packer.close()
-
-
-def _link_tb_per_s(ranks: ProcessRanks) -> float | None:
-    """What a rank sends to the next one's memory while all do, in TB/s; None where memory of peers cannot be mapped."""
-    if ranks.backend != "nccl" or ranks.world == 1:
-        return None
-
-    def measured() -> float:
-        import torch.distributed._symmetric_memory as symmetric
-
-        own = symmetric.empty(LINK_BYTES, dtype=torch.uint8, device=ranks.device)
-        handle = symmetric.rendezvous(own, torch.distributed.group.WORLD.group_name)
-        target = handle.get_buffer((ranks.rank + 1) % ranks.world, (LINK_BYTES,), torch.uint8)
-        source = torch.randint(256, (LINK_BYTES,), dtype=torch.uint8, device=ranks.device)
-        target.copy_(source)
-        events = [torch.cuda.Event(enable_timing=True) for _ in range(2)]
-        torch.distributed.barrier()
-        events[0].record()
-        for _ in range(5):
-            target.copy_(source)
-        events[1].record()
-        torch.cuda.synchronize()
-        return 5 * LINK_BYTES / (events[0].elapsed_time(events[1]) * 1e-3) * 1e-12
-
-    rate, failure = attempt(measured)
-    failure = ranks.agree(failure)
-    if failure is not None:
-        print(f"link not measured: {failure}")
-        return None
-    return ranks.mean(rate)
 
 
 if __name__ == "__main__":

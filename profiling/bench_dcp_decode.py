@@ -66,9 +66,7 @@ def _run(arguments: argparse.Namespace, device: torch.device, processes: Process
     worlds = [processes.world] if processes else arguments.worlds or WORLDS
     first = processes or LoopbackRanks(device, worlds[0])
     session = harness.Session(BENCH, device, arguments.commit, {}, processes)
-    session.note("ranks", "processes" if processes else "on one device")
-    session.note("limits", first.limits)
-    print(first.limits)
+    session.note_ranks(first)
     try:
         for shape in session.within(arguments.budget_s, _chosen(arguments, worlds), arguments.json):
             _measure(session, shape, processes or LoopbackRanks(device, shape.world))

@@ -10,7 +10,7 @@ import torch
 from torch_sparse_mla import explain
 
 from . import results
-from .ranks import LoopbackRanks, ProcessRanks
+from .ranks import LoopbackRanks, ProcessRanks, link_tb_per_s
 from .shapes import (
     DecodeShape,
     ExchangeShape,
@@ -140,6 +140,20 @@ class Session:
     def note(self, key: str, value: object) -> None:
         """A further figure of the whole run."""
         self._document[key] = value
+
+    def note_ranks(self, ranks: LoopbackRanks | ProcessRanks) -> None:
+        """What the ranks are, and what a reader must know of their times."""
+        self.note("ranks", "processes" if isinstance(ranks, ProcessRanks) else "on one device")
+        self.note("limits", ranks.limits)
+        print(ranks.limits)
+
+    def note_link(self, ranks: LoopbackRanks | ProcessRanks) -> float | None:
+        """The rate of the ranks' link in TB/s, measured now; None where there is none to measure."""
+        rate = link_tb_per_s(ranks)
+        if rate is not None:
+            self.note("link_tb_per_s", rate)
+            print(f"link {rate * 1e3:.0f} GB/s (copy to the next rank's memory, all ranks at once)")
+        return rate
 
     def measure(
         self,

@@ -12,7 +12,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
 
 from . import results
-from .report import OURS, decode_grids, exchange_cases, group_by, timed, unique
+from .report import GATHER, OURS, decode_grids, exchange_cases, gather_form, group_by, timed, unique
 
 INK, GREY, FAINT = "#222222", "#8a8a8a", "#e6e6e6"
 PALETTE = ("#0b5fa5", "#d1495b", "#2a9d5c", "#8c5fbf", "#c98a00", "#3aa6b9", "#7a5230")
@@ -22,6 +22,7 @@ STYLES = {
     "reference": {"color": PALETTE[1], "linewidth": 1.8, "marker": "s"},
     "gather only": {"color": GREY, "linewidth": 1.6, "marker": None},
     "Transformers alone": {"color": INK, "linewidth": 1.8, "marker": "s"},
+    "link": {"color": GREY, "linewidth": 1.2, "linestyle": (0, (4, 3)), "marker": None},
     "byte floor": {"color": GREY, "linewidth": 1.2, "linestyle": (0, (4, 3)), "marker": None},
 }
 LABEL_POINTS = 9
@@ -45,6 +46,7 @@ def draw(document: dict, path: Path) -> None:
         "records": _draw_records,
         "ce_exchange": _draw_exchange,
         "dcp_decode": _draw_steps,
+        GATHER: _draw_gather,
         "modes": _draw_modes,
         results.DEMO: _draw_demo,
     }
@@ -107,8 +109,20 @@ def _draw_steps(document: dict) -> Figure:
     return figure
 
 
-def _by_impl(cases: list[dict]) -> dict[str, dict[int, float]]:
-    return {impl: {case["rows"]: case["us"] for case in of} for (impl,), of in group_by(cases, "impl").items()}
+def _draw_gather(document: dict) -> Figure:
+    """A panel for each form and number of rows; the last line is what the link alone would take."""
+    panels = sorted(group_by(timed(document), "op", "rows").items())
+    title = f"prefill gather, {panels[0][1][0]['world']} ranks, {document['device_name']}"
+    figure, axes = _panels(len(panels), title, "context, tokens", "time of a gather, µs")
+    for axis, ((op, rows), cases) in zip(axes, panels, strict=True):
+        lines = _by_impl(cases, "context")
+        link = {case["context"]: case["floor_us"] for case in cases if case["floor_us"]}
+        _lines(axis, lines | ({"link": link} if link else {}), f"{gather_form(op)}, {rows:,} rows")
+    return figure
+
+
+def _by_impl(cases: list[dict], size: str = "rows") -> dict[str, dict[int, float]]:
+    return {impl: {case[size]: case["us"] for case in of} for (impl,), of in group_by(cases, "impl").items()}
 
 
 def _draw_modes(document: dict) -> Figure:

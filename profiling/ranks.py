@@ -26,6 +26,7 @@ SETTLE_REPLAYS = 3
 SAMPLES = {"cuda": 15, "cpu": 10}
 # Keeps the device busy while the host enqueues a sample.
 AHEAD_CYCLES = 400_000
+LINK_BYTES = 256 << 20
 
 
 def make_ranks(device: torch.device, world: int) -> "LoopbackRanks | ProcessRanks":
@@ -230,3 +231,33 @@ def attempt(action: Callable[[], Any]) -> tuple[Any, str | None]:
         return action(), None
     except Exception as error:
         return None, f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
+
+
+def link_tb_per_s(ranks: LoopbackRanks | ProcessRanks) -> float | None:
+    """What a rank sends to the next one's memory while all do, in TB/s; None where memory of peers cannot be mapped."""
+    if ranks.backend != "nccl" or ranks.world == 1:
+        return None
+
+    def measured() -> float:
+        import torch.distributed._symmetric_memory as symmetric
+
+        own = symmetric.empty(LINK_BYTES, dtype=torch.uint8, device=ranks.device)
+        handle = symmetric.rendezvous(own, dist.group.WORLD.group_name)
+        target = handle.get_buffer((ranks.rank + 1) % ranks.world, (LINK_BYTES,), torch.uint8)
+        source = torch.randint(256, (LINK_BYTES,), dtype=torch.uint8, device=ranks.device)
+        target.copy_(source)
+        events = [torch.cuda.Event(enable_timing=True) for _ in range(2)]
+        dist.barrier()
+        events[0].record()
+        for _ in range(5):
+            target.copy_(source)
+        events[1].record()
+        torch.cuda.synchronize()
+        return 5 * LINK_BYTES / (events[0].elapsed_time(events[1]) * 1e-3) * 1e-12
+
+    rate, failure = attempt(measured)
+    failure = ranks.agree(failure)
+    if failure is not None:
+        print(f"link not measured: {failure}")
+        return None
+    return ranks.mean(rate)

@@ -21,6 +21,7 @@ if __package__ in (None, ""):
 from profiling import results
 
 OURS = ("native-cuda", "triton", "native-cpu")
+GATHER = "c4_prefill_gather"
 INVARIANT_SUFFIX = "-batch-invariant"
 LABELS = {
     "triton": "ours",
@@ -95,6 +96,7 @@ def section(document: dict, results_folder: str) -> str:
         "records": _record_tables,
         "ce_exchange": _exchange_tables,
         "dcp_decode": _step_tables,
+        GATHER: _gather_tables,
         "modes": _mode_tables,
         results.DEMO: _demo_tables,
     }
@@ -116,8 +118,15 @@ def has_picture(document: dict) -> bool:
     if document["bench"] == "modes":
         return len(timed(document)) > 1
     axes = {"sparse_ckv_decode": "rows", "records": "tokens", "ce_exchange": "rows", "dcp_decode": "rows"}
+    if between_processes(document):
+        axes[GATHER] = "context"
     axis = axes.get(document["bench"])
     return axis is not None and len({case[axis] for case in timed(document) if axis in case}) > 2
+
+
+def between_processes(document: dict) -> bool:
+    """Whether each rank had a process of its own."""
+    return document.get("ranks") == "processes"
 
 
 def timed(document: dict) -> list[dict]:
@@ -319,6 +328,32 @@ def _step_tables(document: dict) -> list[str]:
         )
         parts.append(_table(["rows", "records in the unions", *impls, "auto"], lines))
     return parts
+
+
+def _gather_tables(document: dict) -> list[str]:
+    """Gathers between processes: what a rank has to receive, the time, and how much of the link comes to use."""
+    if not between_processes(document):
+        return _plain_table(document)
+    cases = timed(document)
+    impls = unique(case["impl"] for case in cases)
+    lines = []
+    for (op, rows, context), of_shape in sorted(group_by(cases, "op", "rows", "context").items()):
+        cells = [_cell(of_shape, [impl], "µs") + _share(of_shape, impl) for impl in impls]
+        sizes = [f"{of_shape[0][name] / 2**20:,.2f}" for name in ("received_bytes", "ordinary_received_bytes")]
+        lines.append([gather_form(op), f"{rows:,}", f"{context:,}", *sizes, *cells])
+    link = document.get("link_tb_per_s")
+    note = f"A chunk at the end of a prompt on {cases[0]['world']} ranks, `{cases[0]['layout']}`, µs"
+    if link is not None:
+        note += (
+            ", and the share of the link: the bytes that a rank has to receive, by the time, by the rate of a plain "
+            f"copy to a peer's memory, {link * 1e3:,.0f} GB/s"
+        )
+    header = ["records", "rows", "context", "MiB received", "ordinary DCP, MiB", *impls]
+    return [document["limits"], f"{note}.", _table(header, lines), *_not_measured(document)]
+
+
+def gather_form(op: str) -> str:
+    return "all" if op == GATHER else "new ones"
 
 
 def _plain_table(document: dict) -> list[str]:

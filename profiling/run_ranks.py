@@ -29,7 +29,6 @@ LIMIT_S = 470
 # How long the ranks of a step may take to end when they are told to.
 GRACE_S = 8
 TAIL_LINES = 60
-C4_BENCH = "profiling/bench_c4_prefill_gather.py"
 DEMO = {
     "cuda": ["--layout", "fp8_ds_mla", "--context", "1024", "--tokens", "8", "--strategy", "all"],
     "cpu": [
@@ -211,17 +210,16 @@ def plan_steps(options: argparse.Namespace) -> list[Step]:
     decode = [*bench, *small, *(["--rows", "4", "--heads", "2"] if options.device == "cpu" else [])]
     demo_json = folder / f"demo-{_slug(options)}-x{options.ranks}.json"
     demo = ["-m", "torch_sparse_mla", "demo", *DEMO[options.device], *on, "--json", str(demo_json)]
-    steps = [
+    return [
         Step("build", [sys.executable, "profiling/run_ranks_build.py"], 90),
         Step("tests", _test_command(options, junit), 140, lambda: _test_counts(junit)),
         Step("ce_exchange", _torchrun(options, ["profiling/bench_ce_exchange.py", *exchange, "--budget-s", "85"]), 115),
         Step("dcp_decode", _torchrun(options, ["profiling/bench_dcp_decode.py", *decode, "--budget-s", "75"]), 115),
+        Step(
+            "c4_prefill", _torchrun(options, ["profiling/bench_c4_prefill_gather.py", *bench, "--budget-s", "30"]), 60
+        ),
         Step("demo", _torchrun(options, demo), 70),
     ]
-    # Once it has a form in which each process is a rank.
-    if (ROOT / C4_BENCH).exists() and "ProcessRanks" in (ROOT / C4_BENCH).read_text():
-        steps.append(Step("c4_prefill", _torchrun(options, [C4_BENCH, *bench]), 60))
-    return steps
 
 
 def _torchrun(options: argparse.Namespace, arguments: list[str]) -> list[str]:

@@ -324,8 +324,8 @@ def step_grid(worlds: Sequence[int], quick: bool) -> list[StepShape]:
 class GatherShape:
     """One operator of a prefill gather for a chunk of `rows` query rows at the end of one prompt of `context` tokens.
 
-    `c4_prefill_gather` with world 1 is the packing alone; with more ranks all of them run on one device. With the op
-    `incremental_gather` only the chunk's own records are new, and they are put into resident buffers.
+    `c4_prefill_gather` with world 1 is the packing alone; more ranks are processes, or all of them run on one device.
+    With the op `incremental_gather` only the chunk's own records are new, and they are put into resident buffers.
     """
 
     op: str
@@ -423,6 +423,7 @@ C4_TOPK = 2051
 C4_HEAD_DIM = 128
 C4_ROWS = (512, 2_048, 4_096, 8_192)
 C4_CONTEXTS = (8_192, 32_768, 131_072, 524_288)
+C4_CHUNK_ROWS = 4_096
 
 
 def gather_grid(device_type: str, quick: bool) -> list[GatherShape]:
@@ -440,6 +441,20 @@ def gather_grid(device_type: str, quick: bool) -> list[GatherShape]:
     ]
     plans = [GatherShape("c4_plan_gather", 8_192, context, 4) for context in C4_CONTEXTS]
     return gathers + plans + [GatherShape("c4_remap", rows, 131_072, 4) for rows in C4_ROWS]
+
+
+def ranks_gather_grid(device_type: str, quick: bool, world: int) -> list[GatherShape]:
+    """Ranks that are processes: of each context all that there is, and what chunks add. What tells most comes first."""
+    if device_type == "cpu":
+        return [GatherShape(op, 128, 1_024, world) for op in ("c4_prefill_gather", INCREMENTAL_GATHER)]
+    contexts, rows = (131_072, 8_192, 524_288, 32_768), (C4_CHUNK_ROWS, 512)
+    if quick:
+        contexts, rows = contexts[:2], rows[:1]
+    found = []
+    for context in contexts:
+        found.append(GatherShape("c4_prefill_gather", C4_CHUNK_ROWS, context, world))
+        found += [GatherShape(INCREMENTAL_GATHER, r, context, world) for r in rows]
+    return found
 
 
 def select_grid(device_type: str, quick: bool) -> list[SelectShape]:

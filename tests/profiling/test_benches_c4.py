@@ -1,12 +1,21 @@
 """The benchmarks of the C4 operators run, compare what they time with a reference, and fail where it is wrong."""
 
+import functools
+import itertools
 import json
+import types
 
 import pytest
 import torch
+import torch.distributed as dist
 
-from profiling import bench_c4_prefill_gather, bench_c4_select
+from profiling import bench_c4_prefill_gather, bench_c4_select, shapes
+from profiling.gathers import PAGE_SIZE, Chunk, Collectives, Gatherer, Packer
+from profiling.ranks import LoopbackRanks
 from profiling.shapes import INCREMENTAL_GATHER, GatherShape, SplitSelectShape
+from profiling.timing import poison
+from torch_sparse_mla.exchange.channel import REUSE_DISTANCE
+from torch_sparse_mla.gather.plan import round_up
 
 BENCHES = {"c4_select": bench_c4_select, "c4_prefill_gather": bench_c4_prefill_gather}
 
@@ -54,13 +63,76 @@ def test_bytes_show_when_each_form_pays(capsys):
 
 
 def test_a_result_that_was_not_written_is_an_error():
+    """Also in workspaces of the channels, which a GPU's peers write; three ranks have slices of different sizes."""
     generator, device = torch.Generator().manual_seed(0), torch.device("cpu")
-    chunk = bench_c4_prefill_gather._Chunk(GatherShape(INCREMENTAL_GATHER, 64, 1_024, 4), device, generator)
-    ranks = bench_c4_select._Ranks(SplitSelectShape(3, 1_024, pools=16), device, generator)
-    for contender in (*chunk.contenders(), ranks.merge(), ranks.rows()):
+    split = bench_c4_select._Ranks(SplitSelectShape(3, 1_024, pools=16), device, generator)
+    contenders = [(contender, bench_c4_select.NUM_SETS - 1) for contender in (split.merge(), split.rows())]
+    gatherers = []
+    for op, world in itertools.product((bench_c4_prefill_gather.BENCH, INCREMENTAL_GATHER), (1, 3)):
+        chunk = Chunk(GatherShape(op, 50, 512, world), LoopbackRanks(device, world))
+        assert chunk.num_sets % REUSE_DISTANCE == 0
+        gatherers.append(Gatherer(chunk, "loopback", placed=True, name=f"{op}-{world}"))
+        contenders += [(contender, chunk.num_sets - 1) for contender in gatherers[-1].contenders()]
+    for contender, last in contenders:
+        contender.call(0)
         contender.poison()
         assert contender.error() == 1, contender.name
-        contender.call(bench_c4_prefill_gather.NUM_SETS - 1)
+        contender.call(last)
         assert contender.error() == 0, contender.name
-    chunk.close()
-    ranks.close()
+    for made in (split, *gatherers):
+        made.close()
+
+
+@pytest.mark.parametrize("op", [bench_c4_prefill_gather.BENCH, INCREMENTAL_GATHER])
+@pytest.mark.parametrize("world", [2, 3])
+def test_a_rank_packs_what_it_sends(op, world):
+    """By both ways of packing: what all others look for, the next ranks' records neither in it nor behind it."""
+    chunk = Chunk(GatherShape(op, 50, 512, world), LoopbackRanks(torch.device("cpu"), world))
+    records = round_up(max(chunk.records), PAGE_SIZE)
+    into = torch.empty(records, chunk.shape.record_bytes, dtype=torch.uint8)
+    for rank in range(world):
+        packer = Packer(chunk, rank, records)
+        for pack in (packer.pack, functools.partial(chunk.index_select, rank)):
+            poison(into)
+            pack(0, into)
+            assert not torch.equal(into[: chunk.records[rank]], chunk.expected[rank])
+            poison(into)
+            pack(chunk.num_sets - 1, into)
+            assert torch.equal(into[: chunk.records[rank]], chunk.expected[rank])
+        packer.close()
+    assert sum(chunk.records) == (50 if chunk.incremental else 512)
+
+
+@pytest.mark.parametrize("op", [bench_c4_prefill_gather.BENCH, INCREMENTAL_GATHER])
+def test_what_a_collective_did_not_bring_is_an_error(op):
+    """One rank is enough to see it: what it does not pack, gather or put in place is not there."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        chunk = Chunk(GatherShape(op, 50, 512, 1), LoopbackRanks(torch.device("cpu"), 1))
+        collectives = Collectives(chunk, types.SimpleNamespace(rank=0, world=1, backend="gloo"))
+        for contender in collectives.contenders():
+            contender.call(0)
+            contender.poison()
+            # The all-gather alone finds its own slice packed, and with one rank that is all.
+            assert contender.error() == float("+" in contender.name), contender.name
+            contender.call(chunk.num_sets - 1)
+            assert contender.error() == 0, contender.name
+            chunk.poison()
+            assert contender.error() == float(chunk.incremental and "+" in contender.name), contender.name
+        collectives.close()
+    finally:
+        dist.destroy_process_group()
+
+
+def test_shapes_between_processes_fit_one_table():
+    """Every context in full and with all chunks; a quick run has some of them."""
+    grid, quick = (shapes.ranks_gather_grid("cuda", quick, 2) for quick in (False, True))
+    assert {shape.context for shape in grid} == set(shapes.C4_CONTEXTS) and set(quick) < set(grid)
+    assert len(grid) == len(set(grid)) == 3 * len(shapes.C4_CONTEXTS)
+    assert all(shape.world == 2 and shape.rows < shape.context for shape in grid)
+
+
+def test_the_share_of_the_link_is_of_the_floor():
+    cases = [{"us": 40.0, "floor_us": 34.0}, {"us": 40.0, "floor_us": None}]
+    bench_c4_prefill_gather.note_link_share(cases)
+    assert cases[0]["link_share"] == 0.85 and "link_share" not in cases[1]

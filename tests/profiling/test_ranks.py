@@ -47,6 +47,22 @@ def test_dcp_decode_between_processes(tmp_path):
     assert {"owner_merge collective", "exchange collective", "exchange_bulk collective", "auto"} < impls
 
 
+def test_c4_prefill_gather_between_processes(tmp_path):
+    run = torchrun(2, "profiling/bench_c4_prefill_gather.py", "--quick", "--device", "cpu", "--json", str(tmp_path))
+    assert run.returncode == 0, run.stdout + run.stderr
+    (document,) = results.load(tmp_path)
+    assert document["device"].endswith("-x2") and document["ranks"] == "processes"
+    packed = ["index_select+gloo-all-gather", "pack+gloo-all-gather", "gloo-all-gather"]
+    assert document["peers"] == dict.fromkeys(packed, "ran")
+    cases = document["cases"]
+    assert [case["impl"] for case in cases] == 2 * ["collective", *packed]
+    # 1,024 tokens on two ranks, of which 128 are new: half of them from the peer.
+    assert [case["received_bytes"] for case in cases[::4]] == [512 * 528, 64 * 528]
+    assert cases[4]["resident_bytes"] == 1_024 * 528 and "resident_bytes" not in cases[0]
+    assert all(case["error"] == 0 and case["ordinary_received_bytes"] == 128 * 32 * 2_052 for case in cases)
+    assert "2 ranks, fp8_mla_nope: full / incremental / ordinary DCP" in run.stdout
+
+
 def options(tmp_path: Path, **changes: object) -> argparse.Namespace:
     given = {"ranks": 2, "device": "cpu", "quick": True, "limit_s": 60, "only": None, "commit": None, "json": tmp_path}
     return argparse.Namespace(**(given | changes))
@@ -135,12 +151,15 @@ def test_counts_of_tests_come_from_their_report(tmp_path):
 def test_steps_of_a_run_on_gpus(tmp_path, monkeypatch):
     monkeypatch.setattr(run_ranks, "_slug", lambda options: "nvidia-h200")
     steps = {step.name: step for step in run_ranks.plan_steps(options(tmp_path, device="cuda", ranks=4, quick=False))}
-    assert list(steps)[:5] == ["build", "tests", "ce_exchange", "dcp_decode", "demo"]
+    assert list(steps) == ["build", "tests", "ce_exchange", "dcp_decode", "c4_prefill", "demo"]
     files = [argument for argument in steps["tests"].arguments if argument.endswith(".py")]
     assert "tests/dcp/test_dcp_gpu_processes.py" in files and "tests/records/test_write_ckv_records.py" in files
     assert all((ROOT / file).exists() for file in files)
-    for name in ("ce_exchange", "dcp_decode", "demo"):
+    for name in ("ce_exchange", "dcp_decode", "c4_prefill", "demo"):
         assert "--nproc-per-node 4" in " ".join(steps[name].arguments)
+    for name in ("ce_exchange", "dcp_decode", "c4_prefill"):
+        budget = steps[name].arguments[steps[name].arguments.index("--budget-s") + 1]
+        assert float(budget) < steps[name].limit_s
     assert str(tmp_path / "demo-nvidia-h200-x4.json") in steps["demo"].arguments
 
 

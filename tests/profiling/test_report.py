@@ -7,7 +7,7 @@ import pytest
 from expecttest import assert_expected_inline
 
 from profiling import pictures, report, results
-from profiling.shapes import ExchangeShape, PackShape, StepShape
+from profiling.shapes import ExchangeShape, GatherShape, PackShape, StepShape
 
 from . import documents
 
@@ -366,7 +366,66 @@ chose, and how far it is from the best.
     )
 
 
-@pytest.mark.parametrize("document", [exchange_document(), step_document()], ids=["ce_exchange", "dcp_decode"])
+def gather_document() -> dict:
+    cases = []
+    for context in (8_192, 32_768, 131_072):
+        for op, rows, tokens in (("c4_prefill_gather", 4_096, context), ("incremental_gather", 512, 512)):
+            shape, received = GatherShape(op, rows, context, 2), tokens // 2 * 528
+            details = {"received_bytes": received, "ordinary_received_bytes": rows * 32 * 2_052}
+            link_us = received / 0.4e6
+            for impl, us in (("direct", link_us / 0.5), ("nccl-all-gather", link_us / 0.25 + 10)):
+                times = (us, us, us)
+                cases.append(results.make_case(shape.fields(), impl, "graph", times, 1, 0, link_us, **details))
+    head = {"ranks": "processes", "limits": "Two GPUs.", "link_tb_per_s": 0.4, "left_out": ["8192 context"]}
+    return documents.document("c4_prefill_gather", "nvidia-h200-x2", cases=cases, **head)
+
+
+def test_gather_section():
+    text = section(gather_document())
+    assert_expected_inline(
+        text[text.index("Two GPUs.") :],
+        """\
+Two GPUs.
+
+A chunk at the end of a prompt on 2 ranks, `fp8_mla_nope`, us, and the share of the link: the bytes that a \
+rank has to receive, by the time, by the rate of a plain copy to a peer's memory, 400 GB/s.
+
+| records | rows | context | MiB received | ordinary DCP, MiB | direct | nccl-all-gather |
+| --- | ---: | ---: | ---: | ---: | ---: | ---: |
+| all | 4,096 | 8,192 | 2.06 | 256.50 | 10.8 (50%) | 31.6 (17%) |
+| all | 4,096 | 32,768 | 8.25 | 256.50 | 43.3 (50%) | 96.5 (22%) |
+| all | 4,096 | 131,072 | 33.00 | 256.50 | 173 (50%) | 356 (24%) |
+| new ones | 512 | 8,192 | 0.13 | 32.06 | 0.68 (50%) | 11.4 (3%) |
+| new ones | 512 | 32,768 | 0.13 | 32.06 | 0.68 (50%) | 11.4 (3%) |
+| new ones | 512 | 131,072 | 0.13 | 32.06 | 0.68 (50%) | 11.4 (3%) |
+
+Not measured: 8192 context.
+
+![c4_prefill_gather on nvidia-h200-x2](profiling/results/c4_prefill_gather-nvidia-h200-x2.png)""",
+    )
+
+
+def test_gathers_on_one_device_have_a_plain_table_and_no_picture():
+    document = gather_document()
+    del document["ranks"]
+    text = section(document)
+    assert "| op | rows | context | world | layout | record_bytes | direct | nccl-all-gather |" in text
+    assert ".png" not in text
+
+
+def test_gathers_on_the_cpu_have_no_link():
+    document = gather_document()
+    del document["link_tb_per_s"]
+    document["cases"] = [case | {"floor_us": None} for case in document["cases"]]
+    text = section(document)
+    assert "A chunk at the end of a prompt on 2 ranks, `fp8_mla_nope`, us." in text and "%" not in text
+
+
+@pytest.mark.parametrize(
+    "document",
+    [exchange_document(), step_document(), gather_document()],
+    ids=["ce_exchange", "dcp_decode", "c4_prefill_gather"],
+)
 def test_exchanges_and_steps_have_pictures(document, tmp_path):
     results.write(document, tmp_path)
     assert report.has_picture(document)
