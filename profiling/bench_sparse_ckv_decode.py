@@ -28,10 +28,11 @@ from torch_sparse_mla.records import LATENT_DIM
 BENCH = "sparse_ckv_decode"
 INVARIANT_SUFFIX = "-batch-invariant"
 OURS_ON_CUDA = ("triton", "native-cuda")
-WIDE = "native-cuda-wide"  # the form that is asked for, from 33 heads on
+# Forms that are asked for, from 33 heads on.
+FORMS = {"native-cuda-narrow": "narrow", "native-cuda-wide": "wide"}
 IMPLS = (
     *OURS_ON_CUDA,
-    WIDE,
+    *FORMS,
     *(name + INVARIANT_SUFFIX for name in OURS_ON_CUDA),
     "native-cpu",
     "reference",
@@ -95,7 +96,9 @@ def _contenders(inputs: DecodeInputs, wanted: set[str]) -> list[Contender]:
 
             found.append(_decode_contender(inputs, "triton", triton_kernels.sparse_ckv_decode, False))
             if inputs.shape.heads >= FEWEST_WIDE_HEADS:
-                found.append(_decode_contender(inputs, WIDE, _in_wide_form(operator), False))
+                found += [
+                    _decode_contender(inputs, name, _in_form(form, operator), False) for name, form in FORMS.items()
+                ]
         if inputs.shape.layout == shapes.MAIN_LAYOUT and inputs.shape.rows_per_request == 1:
             # What invariance costs is the same question for every layout, and each one more is a compilation.
             found.append(_decode_contender(inputs, ours + INVARIANT_SUFFIX, operator, True))
@@ -105,12 +108,12 @@ def _contenders(inputs: DecodeInputs, wanted: set[str]) -> list[Contender]:
     return [contender for contender in found if contender.name in wanted]
 
 
-def _in_wide_form(operator):
-    """The operator under TORCH_SPARSE_MLA_NATIVE=wide, which is looked at when it is called or captured."""
+def _in_form(form: str, operator):
+    """The operator under TORCH_SPARSE_MLA_NATIVE=narrow or wide, which is looked at when it is called or captured."""
 
     def call(*arguments: object) -> None:
         before = os.environ.get("TORCH_SPARSE_MLA_NATIVE")
-        os.environ["TORCH_SPARSE_MLA_NATIVE"] = "wide"
+        os.environ["TORCH_SPARSE_MLA_NATIVE"] = form
         try:
             operator(*arguments)
         finally:

@@ -26,6 +26,7 @@ INVARIANT_SUFFIX = "-batch-invariant"
 LABELS = {
     "triton": "ours",
     "native-cuda": "ours",
+    "native-cuda-narrow": "ours, narrow form",
     "native-cuda-wide": "ours, wide form",
     "native-cpu": "native C++",
     "flashmla": "FlashMLA",
@@ -33,7 +34,7 @@ LABELS = {
     "reference": "reference",
 }
 # Cells list implementations in this order.
-CELL_ORDER = (*OURS, "native-cuda-wide", "flashmla", "reference", "gather")
+CELL_ORDER = (*OURS, "native-cuda-narrow", "native-cuda-wide", "flashmla", "reference", "gather")
 MARKER = re.compile(r"<!-- report:(?P<bench>[\w-]+) -->\n(?P<body>.*?)<!-- /report -->", re.DOTALL)
 OPENING = re.compile(r"<!-- report:([\w-]+) -->")
 ABSENT = "-"

@@ -168,7 +168,11 @@ def decode_grid(device_type: str, quick: bool) -> list[DecodeShape]:
         for h, n in product((16, 64), MTP_REQUESTS)
     ]
     others = [layout for layout in LAYOUTS if layout != MAIN_LAYOUT]
-    layouts = [DecodeShape(r, MAIN_HEADS, MAIN_TOPK, layout) for layout, r in product(others, FEW_ROWS)]
+    layouts = [
+        DecodeShape(r, h, MAIN_TOPK, layout)
+        for layout in others
+        for h, r in (*product((MAIN_HEADS,), FEW_ROWS), *product((64,), (8, 64)))
+    ]
     prefill = [DecodeShape(r, MAIN_HEADS, MAIN_TOPK, MAIN_LAYOUT) for r in PREFILL_ROWS]
     return main + topks + mtp + prefill + layouts
 

@@ -9,6 +9,7 @@
 #include <cstdlib>
 #include <stdexcept>
 #include <string>
+#include <string_view>
 #include <vector>
 
 #include "../decode/sparse_ckv_decode_sm90.h"
@@ -49,16 +50,16 @@ void check_device_data(const Checks& checks, SparseCkvDecode call, int device, v
   check_sparse_ckv_decode_data(checks, call);
 }
 
-// Whether TORCH_SPARSE_MLA_NATIVE asks for the wide form. Looked up at each call, so that one process can compare.
-bool wide_wanted() {
+// What TORCH_SPARSE_MLA_NATIVE asks for. Looked up at each call, so that one process can compare.
+Sm90Form wanted_form() {
   const char* value = std::getenv("TORCH_SPARSE_MLA_NATIVE");
-  const std::string flag = value ? value : "1";
+  const std::string_view flag = value ? value : "1";
+  if (flag == "narrow") return Sm90Form::kNarrow;
+  if (flag == "wide") return Sm90Form::kWide;
   // Of the values that the import accepted, 0 does not come here.
-  if (flag != "0" && flag != "1" && flag != "wide") {
-    throw std::invalid_argument("torch_sparse_mla: environment variable TORCH_SPARSE_MLA_NATIVE: got '" + flag +
-                                "'; allowed: 0, 1 or wide");
-  }
-  return flag == "wide";
+  if (flag == "0" || flag == "1") return Sm90Form::kFaster;
+  throw std::invalid_argument("torch_sparse_mla: environment variable TORCH_SPARSE_MLA_NATIVE: got '" +
+                              std::string(flag) + "'; allowed: 0, 1, narrow or wide");
 }
 
 void call_portable(const Tensor& q, const Tensor& cache, const Tensor& indices, const std::optional<Tensor>& lengths,
@@ -98,7 +99,7 @@ void sparse_ckv_decode(const Tensor& q, const Tensor& cache, const Tensor& indic
   if (sm90_unsupported(checked.call, device)) {
     return call_portable(q, cache, indices, lengths, sink, out, lse, workspace, softmax_scale, layout, batch_invariant);
   }
-  sparse_ckv_decode_sm90(checked.call, checked.workspace, batch_invariant, wide_wanted(), device, stream);
+  sparse_ckv_decode_sm90(checked.call, checked.workspace, batch_invariant, wanted_form(), device, stream);
 }
 
 STABLE_TORCH_LIBRARY_IMPL(torch_sparse_mla, CUDA, library) {

@@ -230,13 +230,14 @@ struct Consumer {
     buffer ^= 1;
     mask_absent(*reinterpret_cast<const uint32_t*>(shared.valid[tile.stage]), lane, tile.scores);
     if constexpr (kHasNext) score(next);
-    raise_maxima<kLayout>(tile.scores, q.factor, softmax, sums);
+    const auto scale_of = [&](int block, int i) { return tile.scales[block][i]; };
+    raise_maxima<kLayout>(tile.scores, scale_of, q.factor, softmax, sums);
 
     Weights weights;
     float total[2];
     pack_weights<kLayout>(tile.scores, tile.scales, q.factor, softmax, weights, total);
     if (kHasScale && __any_sync(~0u, outgrown(weights[0]))) {
-      raise_references(tile.scores, tile.scales, q.factor, softmax, sums);
+      raise_references(tile.scores, scale_of, q.factor, softmax, sums);
       pack_weights<kLayout>(tile.scores, tile.scales, q.factor, softmax, weights, total);
     }
     softmax.sum[0] += total[0] * kSumFactor;

@@ -1,12 +1,10 @@
-// The wide attention kernel: one block attends with a tile of 64 heads to one part of one row's list. Not the default
-// until it is measured: TORCH_SPARSE_MLA_NATIVE=wide.
+// The wide attention kernel: one block attends with a tile of 64 heads to one part of one row's list.
 //
 // One warpgroup fetches records, and unpacks each once for all heads into a tile that wgmma reads. Two more attend,
 // each with half of the latents, as keys and as values: they add up their partial scores through shared memory, and
 // each then has the weights of all heads in registers, times its own chunks' scales.
 //
-// A tile's records are on their way to L2 while the tile before is unpacked, and it is unpacked while the tile before
-// is attended to.
+// A tile is unpacked while the tile before is attended to.
 #pragma once
 
 #include "sm90_softmax.cuh"
@@ -27,21 +25,35 @@ using WideSums = float[2 * kChunkLatents / 8][4];
 
 // ---- consumers
 
+// In loops: code that runs for the first time is waited for, longer than a loop's turns take. So it is where results
+// are stored.
 template <int kLayout, class QueryT, class Shared>
 TSM_DEVICE void store_queries(const AttendParams& p, const WidePart& part, Shared& shared) {
+  constexpr int kTogether = 4;
   const int lane = threadIdx.x % 32, first = threadIdx.x / 32 * kHeadsPerQueryWarp;
-  const uint16_t* source = p.q + part.row * p.q_row_stride;
-  WideQuery<kLayout, QueryT> queries[kHeadsPerQueryWarp];
-#pragma unroll
+  const uint16_t* row = p.q + part.row * p.q_row_stride;
+#pragma unroll 1
   for (int i = 0; i < kHeadsPerQueryWarp; ++i) {
     const int head = part.head_tile * kWideHeads + first + i;
-    queries[i].load(source + head * Records<kLayout>::kQueryDim, p.q_aligned, head < p.heads, lane);
+    const bool present = head < p.heads;
+    const uint16_t* source = present ? row + head * Records<kLayout>::kQueryDim : row;
+    WideQuery<kLayout, QueryT>(shared.queries, first + i, lane).fetch(source, p.q_aligned, present, lane);
   }
+  wait_for_words();
+  using Query = WideQuery<kLayout, QueryT>;
+#pragma unroll 1
+  for (int base = first; base < first + kHeadsPerQueryWarp; base += kTogether) {
+    float factors[kTogether], rope_factors[kTogether];
+    typename Query::Numbers numbers[kTogether];
 #pragma unroll
-  for (int i = 0; i < kHeadsPerQueryWarp; ++i) {
-    float factor, rope_factor = 0.0f;
-    queries[i].store(shared_address(shared.queries), first + i, lane, p.scale_log2, factor, rope_factor);
-    if (lane == 0) shared.factor[first + i] = factor, shared.rope_factor[first + i] = rope_factor;
+    for (int i = 0; i < kTogether; ++i) Query(shared.queries, base + i, lane).read(numbers[i]);
+#pragma unroll
+    for (int i = 0; i < kTogether; ++i) numbers[i].convert(p.scale_log2, factors[i], rope_factors[i]);
+#pragma unroll
+    for (int i = 0; i < kTogether; ++i) {
+      Query(shared.queries, base + i, lane).write(numbers[i]);
+      if (lane == 0) shared.factor[base + i] = factors[i], shared.rope_factor[base + i] = rope_factors[i];
+    }
   }
 }
 
@@ -206,6 +218,16 @@ struct WideConsumer {
     }
   }
 
+  // The larger of a token's scales in this warpgroup's chunks, which have one reference.
+  TSM_DEVICE float larger_scale(int block, int i) const {
+    float2 scale = scale_pair(scale_row(), block);
+    if constexpr (Tile::kChunkScales) {
+      const float2 second = scale_pair(scale_row() + 1, block);
+      scale = make_float2(fmaxf(scale.x, second.x), fmaxf(scale.y, second.y));
+    }
+    return i == 0 ? scale.x : scale.y;
+  }
+
   // How far the references must rise for the largest weight x scale of each head to be about 2 ** kPeakExponent.
   TSM_DEVICE void excess_of(const WideScores& w, float (&excess)[2]) const {
 #pragma unroll
@@ -214,13 +236,10 @@ struct WideConsumer {
       float peak = -INFINITY;
 #pragma unroll
       for (int block = 0; block < kWideBlocks; ++block) {
-        float2 scale = scale_pair(scale_row(), block);
-        if constexpr (Tile::kChunkScales) {
-          const float2 second = scale_pair(scale_row() + 1, block);
-          scale = make_float2(fmaxf(scale.x, second.x), fmaxf(scale.y, second.y));
+#pragma unroll
+        for (int i = 0; i < 2; ++i) {
+          peak = fmaxf(peak, __log2f(w[block][2 * h + i]) + __log2f(larger_scale(block, i)));
         }
-        peak = fmaxf(peak, __log2f(w[block][2 * h]) + __log2f(scale.x));
-        peak = fmaxf(peak, __log2f(w[block][2 * h + 1]) + __log2f(scale.y));
       }
       excess[h] = fmaxf(ceilf(quad_max(peak)) - kPeakExponent, 0.0f);
     }
@@ -228,7 +247,7 @@ struct WideConsumer {
 
   // From scores to weights and their operands.
   TSM_DEVICE void weigh(WideScores& scores, Softmax& softmax, WideWeights& weights, WideSums& sums) const {
-    raise_maxima<kLayout>(scores, factor, softmax, sums);
+    raise_maxima<kLayout>(scores, [&](int block, int i) { return larger_scale(block, i); }, factor, softmax, sums);
     float total[2] = {0.0f, 0.0f};
 #pragma unroll
     for (int block = 0; block < kWideBlocks; ++block) {
@@ -308,67 +327,69 @@ TSM_DEVICE void transpose_quad(uint32_t (&words)[4], int quad) {
   }
 }
 
-// Writes one head's 128 latents of a chunk, times `factor`: blocks kFirst on of half `h` of the sums.
-template <int kFirst>
-TSM_DEVICE void store_chunk(void* out, FloatType type, int64_t at, bool present, int h, float factor, const Lane& lane,
-                            const WideSums& sums) {
+// Writes 128 latents of a chunk of a lane's first head, times `factor`: blocks kFirst on of the sums.
+template <FloatType kType, int kFirst>
+TSM_DEVICE void store_chunk(void* out, int64_t at, bool present, float factor, const Lane& lane, const WideSums& sums) {
   constexpr int kBlocks = kChunkLatents / 8;
-  if (type == FloatType::kFp32) {
+  if constexpr (kType == FloatType::kFp32) {
     if (!present) return;
 #pragma unroll
     for (int block = 0; block < kBlocks; ++block) {
       const float (&x)[4] = sums[kFirst + block];
-      const float pair[2] = {x[2 * h] * factor, x[2 * h + 1] * factor};
-      store_numbers(out, type, at + 8 * block + 2 * lane.quad, pair);
+      const float pair[2] = {x[0] * factor, x[1] * factor};
+      store_numbers(out, kType, at + 8 * block + 2 * lane.quad, pair);
     }
-    return;
-  }
-  const bool bf16 = type == FloatType::kBf16;
+  } else {
 #pragma unroll
-  for (int block = 0; block < kBlocks; block += 4) {
-    uint32_t words[4];
+    for (int block = 0; block < kBlocks; block += 4) {
+      uint32_t words[4];
 #pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      const float (&x)[4] = sums[kFirst + block + i];
-      const float low = x[2 * h] * factor, high = x[2 * h + 1] * factor;
-      words[i] = bf16 ? pack_bf16(low, high) : pack_fp16(low, high);
+      for (int i = 0; i < 4; ++i) {
+        const float (&x)[4] = sums[kFirst + block + i];
+        const float low = x[0] * factor, high = x[1] * factor;
+        words[i] = kType == FloatType::kBf16 ? pack_bf16(low, high) : pack_fp16(low, high);
+      }
+      transpose_quad(words, lane.quad);
+      if (!present) continue;
+      uint16_t* target = static_cast<uint16_t*>(out) + at + 8 * block + 8 * lane.quad;
+      *reinterpret_cast<uint4*>(target) = make_uint4(words[0], words[1], words[2], words[3]);
     }
-    transpose_quad(words, lane.quad);
-    if (!present) continue;
-    uint16_t* target = static_cast<uint16_t*>(out) + at + 8 * block + 8 * lane.quad;
-    *reinterpret_cast<uint4*>(target) = make_uint4(words[0], words[1], words[2], words[3]);
   }
 }
 
+// Both chunks.
+template <FloatType kType>
+TSM_DEVICE void store_half(void* out, int64_t at, bool present, float first, float second, const Lane& lane,
+                           const WideSums& sums) {
+  store_chunk<kType, 0>(out, at, present, first, lane, sums);
+  store_chunk<kType, kChunkLatents / 8>(out, at + kChunkLatents, present, second, lane, sums);
+}
+
 template <int kFirst>
-TSM_DEVICE float peak_of_chunk(int h, const WideSums& sums) {
+TSM_DEVICE float peak_of_chunk(const WideSums& sums) {
   float peak = 0.0f;
 #pragma unroll
   for (int block = 0; block < kChunkLatents / 8; ++block) {
-    peak = fmaxf(peak, fmaxf(fabsf(sums[kFirst + block][2 * h]), fabsf(sums[kFirst + block][2 * h + 1])));
+    peak = fmaxf(peak, fmaxf(fabsf(sums[kFirst + block][0]), fabsf(sums[kFirst + block][1])));
   }
   return quad_max(peak);
 }
 
-// One head's half of the latents, normalised, to the partial results or to the output.
+// The half of the latents of a lane's first head, normalised, to the partial results or to the output.
 template <int kLayout>
-TSM_DEVICE void store_head(const AttendParams& p, const WidePart& part, int half, int head, int h, const Lane& lane,
+TSM_DEVICE void store_head(const AttendParams& p, const WidePart& part, int half, int head, const Lane& lane,
                            const Softmax& softmax, const WideSums& sums) {
   constexpr int kSecond = kChunkLatents / 8;
   constexpr float kFactor = (1 << Records<kLayout>::kValueExponent) * kSumFactor;
   const bool present = head < p.heads, writes_lse = half == 0 && lane.quad == 0 && present;
-  const float total = quad_sum(softmax.sum[h]);
-  const float lse_log2 = total == 0.0f ? -INFINITY : softmax.reference[h] + kSumExponent + __log2f(total);
+  const float total = quad_sum(softmax.sum[0]);
+  const float lse_log2 = total == 0.0f ? -INFINITY : softmax.reference[0] + kSumExponent + __log2f(total);
   float first = total == 0.0f ? 0.0f : kFactor / total, second = first;
-  void* out = p.out;
-  FloatType type = p.out_type;
   int64_t result = part.row * p.heads + head;
   if (p.splits > 1) {
     result += (part.row * (p.splits - 1) + part.split) * p.heads;
-    out = p.partials.latents;
-    type = FloatType::kFp16;
-    const Unit unit_of_first = unit_of(peak_of_chunk<0>(h, sums) * first);
-    const Unit unit_of_second = unit_of(peak_of_chunk<kSecond>(h, sums) * second);
+    const Unit unit_of_first = unit_of(peak_of_chunk<0>(sums) * first);
+    const Unit unit_of_second = unit_of(peak_of_chunk<kSecond>(sums) * second);
     if (lane.quad == 0 && present) {
       float* units = p.partials.units + result * kChunks + 2 * half;
       units[0] = unit_of_first.unit, units[1] = unit_of_second.unit;
@@ -383,8 +404,22 @@ TSM_DEVICE void store_head(const AttendParams& p, const WidePart& part, int half
     first *= share, second *= share;
   }
   const int64_t at = result * kLatentDim + 2 * half * kChunkLatents;
-  store_chunk<0>(out, type, at, present, h, first, lane, sums);
-  store_chunk<kSecond>(out, type, at + kChunkLatents, present, h, second, lane, sums);
+  if (p.splits > 1) {
+    store_half<FloatType::kFp16>(p.partials.latents, at, present, first, second, lane, sums);
+  } else if (p.out_type == FloatType::kBf16) {
+    store_half<FloatType::kBf16>(p.out, at, present, first, second, lane, sums);
+  } else if (p.out_type == FloatType::kFp16) {
+    store_half<FloatType::kFp16>(p.out, at, present, first, second, lane, sums);
+  } else {
+    store_half<FloatType::kFp32>(p.out, at, present, first, second, lane, sums);
+  }
+}
+
+// Makes a lane's second head its first.
+TSM_DEVICE void turn_heads(Softmax& softmax, WideSums& sums) {
+  softmax.sum[0] = softmax.sum[1], softmax.reference[0] = softmax.reference[1];
+#pragma unroll
+  for (float (&x)[4] : sums) x[0] = x[2], x[1] = x[3];
 }
 
 template <int kLayout, class QueryT>
@@ -405,8 +440,7 @@ __global__ void __launch_bounds__(kWideThreads, 1) attend_wide_kernel(const __gr
   if (threadIdx.x >= kWideConsumerThreads) {
     keep_registers<kProducerRegisters>();
     const WidePart part(p);
-    const int warp = (threadIdx.x - kWideConsumerThreads) / 32;
-    Unpacker<kLayout, Shared>{p, part, shared, warp, static_cast<int>(threadIdx.x % 32)}.run();
+    Unpacker<kLayout, Shared>(p, part, shared).run();
   } else {
     take_registers<kConsumerRegisters>();
     const WidePart part(p);
@@ -420,10 +454,11 @@ __global__ void __launch_bounds__(kWideThreads, 1) attend_wide_kernel(const __gr
     Softmax softmax;
     WideSums sums = {};
     consumer.attend(part.tiles(), softmax, sums);
-#pragma unroll
+#pragma unroll 1
     for (int h = 0; h < 2; ++h) {
       const int head = part.head_tile * kWideHeads + consumer.head_of(h);
-      store_head<kLayout>(p, part, consumer.half, head, h, consumer.lane, softmax, sums);
+      store_head<kLayout>(p, part, consumer.half, head, consumer.lane, softmax, sums);
+      turn_heads(softmax, sums);
     }
   }
 }

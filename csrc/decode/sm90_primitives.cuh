@@ -59,10 +59,28 @@ TSM_DEVICE void copy_to_shared(uint32_t target, const void* source, int bytes, u
                : "memory");
 }
 
-// Fetches `bytes` bytes into L2. Both are multiples of 16.
-TSM_DEVICE void prefetch_to_l2(const void* source, int bytes) {
-  asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(source), "r"(bytes) : "memory");
+// Fetches the line of 128 bytes that an address lies in into L2.
+TSM_DEVICE void prefetch_to_l2(const void* source) {
+  asm volatile("prefetch.global.L2 [%0];" ::"l"(source) : "memory");
 }
+
+// ---- copies of single words to shared memory, which no register waits for
+
+// Copies kBytes, or writes zeros if they are not `present`.
+template <int kBytes>
+TSM_DEVICE void copy_word(uint32_t target, const void* source, bool present) {
+  static_assert(kBytes == 16 || kBytes == 4);
+  if constexpr (kBytes == 16) {
+    asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(target), "l"(source), "r"(present ? 16 : 0)
+                 : "memory");
+  } else {
+    asm volatile("cp.async.ca.shared.global [%0], [%1], 4, %2;" ::"r"(target), "l"(source), "r"(present ? 4 : 0)
+                 : "memory");
+  }
+}
+
+// Waits for this thread's.
+TSM_DEVICE void wait_for_words() { asm volatile("cp.async.wait_all;" ::: "memory"); }
 
 TSM_DEVICE void store_shared(uint32_t at, uint4 x) {
   asm volatile("st.shared.v4.b32 [%0], {%1, %2, %3, %4};" ::"r"(at), "r"(x.x), "r"(x.y), "r"(x.z), "r"(x.w) : "memory");

@@ -49,10 +49,28 @@ TSM_DEVICE void move_references(float first, float second, Softmax& softmax, flo
   }
 }
 
-// Raises the maxima where a score has passed them by more than kSlack. Warps that hold the same scores decide alike.
-template <int kLayout, int kBlocks, int kSums>
-TSM_DEVICE void raise_maxima(const float (&scores)[kBlocks][4], const float (&factor)[2], Softmax& softmax,
-                             float (&sums)[kSums][4]) {
+// The least reference for a head's largest weight x scale to be about 2 ** kPeakExponent. `scale_of(block, i)` is the
+// scale of token i of the lane's two in a block.
+template <int kBlocks, class ScaleOf>
+TSM_DEVICE float reference_of_scaled(const float (&scores)[kBlocks][4], const ScaleOf& scale_of,
+                                     const float (&factor)[2], int h) {
+  // As logarithms: the products themselves may be too large.
+  float peak = -INFINITY;
+#pragma unroll
+  for (int block = 0; block < kBlocks; ++block) {
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      peak = fmaxf(peak, scores[block][2 * h + i] * factor[h] + __log2f(scale_of(block, i)));
+    }
+  }
+  return ceilf(quad_max(peak)) - kPeakExponent;
+}
+
+// Raises the maxima where a score has passed them by more than kSlack, and the references with them. Warps that hold
+// the same scores decide alike.
+template <int kLayout, int kBlocks, int kSums, class ScaleOf>
+TSM_DEVICE void raise_maxima(const float (&scores)[kBlocks][4], const ScaleOf& scale_of, const float (&factor)[2],
+                             Softmax& softmax, float (&sums)[kSums][4]) {
   float peak[2];
 #pragma unroll
   for (int h = 0; h < 2; ++h) {
@@ -65,12 +83,13 @@ TSM_DEVICE void raise_maxima(const float (&scores)[kBlocks][4], const float (&fa
   }
   const bool passed = peak[0] > softmax.maximum[0] + kSlack || peak[1] > softmax.maximum[1] + kSlack;
   if (!__any_sync(~0u, passed)) return;
+  constexpr bool kHasScale = Records<kLayout>::kHasScale;
   float reference[2];
 #pragma unroll
   for (int h = 0; h < 2; ++h) {
     softmax.maximum[h] = fmaxf(softmax.maximum[h], ceilf(quad_max(peak[h])));
-    constexpr float kBelow = Records<kLayout>::kHasScale ? kLowest : 0.0f;
-    reference[h] = fmaxf(softmax.reference[h], softmax.maximum[h] - kBelow);
+    reference[h] = fmaxf(softmax.reference[h], softmax.maximum[h] - (kHasScale ? kLowest : 0.0f));
+    if constexpr (kHasScale) reference[h] = fmaxf(reference[h], reference_of_scaled(scores, scale_of, factor, h));
   }
   move_references(reference[0], reference[1], softmax, sums);
 }
@@ -106,22 +125,13 @@ TSM_DEVICE bool outgrown(const uint32_t (&weights)[kSteps][4]) {
 }
 
 // Raises the references so that the largest weight x scale of each head is about 2 ** kPeakExponent.
-template <int kBlocks, int kSums>
-TSM_DEVICE void raise_references(const float (&scores)[kBlocks][4], const float (&scales)[kBlocks][2],
-                                 const float (&factor)[2], Softmax& softmax, float (&sums)[kSums][4]) {
+template <int kBlocks, int kSums, class ScaleOf>
+TSM_DEVICE void raise_references(const float (&scores)[kBlocks][4], const ScaleOf& scale_of, const float (&factor)[2],
+                                 Softmax& softmax, float (&sums)[kSums][4]) {
   float reference[2];
 #pragma unroll
   for (int h = 0; h < 2; ++h) {
-    // As logarithms: the products themselves may be too large.
-    float peak = -INFINITY;
-#pragma unroll
-    for (int block = 0; block < kBlocks; ++block) {
-#pragma unroll
-      for (int i = 2 * h; i < 2 * h + 2; ++i) {
-        peak = fmaxf(peak, scores[block][i] * factor[h] + __log2f(scales[block][i % 2]));
-      }
-    }
-    reference[h] = fmaxf(softmax.reference[h], ceilf(quad_max(peak)) - kPeakExponent);
+    reference[h] = fmaxf(softmax.reference[h], reference_of_scaled(scores, scale_of, factor, h));
   }
   move_references(reference[0], reference[1], softmax, sums);
 }

@@ -42,134 +42,222 @@ struct WideSharedMemory {
 
 // One warp's tokens of every tile: a pair of each eight, so that a lane's rows are all permuted alike, and the tokens
 // of a lane of the scores are one warp's.
+//
+// bf16 numbers are copied as they are. Codes come to registers, those of a tile's first pairs while the tile before is
+// unpacked.
 template <int kLayout, class Shared>
 struct Unpacker {
   using R = Records<kLayout>;
   using Tile = WideTile<kLayout>;
-  using Latents = PackedLatents<R::kLatent>;
-  using Rope = PackedRope<R::kRope>;
   static constexpr int kPairs = kTokensPerUnpacker / 2;
-  // As many pairs are being loaded at a time as registers hold.
-  static constexpr int kBatch = R::kLatent == Storage::kBf16 ? 2 : 3;
-  static constexpr bool kHasRope = R::kRope != Storage::kNone;
+  static constexpr bool kCopiesLatents = R::kLatent == Storage::kBf16;
+  static constexpr bool kCopiesRope = R::kRope == Storage::kBf16;
+  static constexpr bool kUnpacksRope = R::kRope == Storage::kE4m3;
+  // Pairs whose latents are on their way at a time: as many as registers hold.
+  static constexpr int kAhead = R::kLatent == Storage::kE4m3 && kCopiesRope ? 3 : 4;
+  static_assert(kAhead < kPairs && kPairs <= 2 * kAhead);
+  static constexpr int kUnitsOfLatents = kLatentDim / 8;
   // Lanes that share a token's RoPE part, and loads of it for all pairs.
   static constexpr int kRopeLanes = kRopeDim / 8;
   static constexpr int kRopeLoads = kPairs * 2 * kRopeLanes / 32;
-  static_assert(kPairs % kBatch == 0 && kTokensPerUnpacker * kRopeLanes % 32 == 0);
+  static_assert(kTokensPerUnpacker * kRopeLanes % 32 == 0);
+  // What is copied begins here: the end of a record, or all of it.
+  static constexpr int kCopiedOffset = kCopiesLatents ? 0 : kCopiesRope ? R::kRopeOffset : R::kBytes;
+  static constexpr int kScaleRows = Shared::kScaleRows;
+
+  using Latents = PackedLatents<kCopiesLatents ? Storage::kE4m3 : R::kLatent>[2];
+  struct Codes {
+    Latents latents[kAhead];
+    PackedRope<Storage::kE4m3> rope[kRopeLoads];
+  };
 
   const AttendParams& p;
-  const WidePart& part;
   Shared& shared;
-  const int warp, lane;
+  const int tiles, warp, lane;
+  // Of this lane's token in the tile whose slots are taken next: its entry of the list, and how many tokens are left
+  // from it on.
+  const int32_t* list;
+  int left;
+
+  TSM_DEVICE Unpacker(const AttendParams& p, const WidePart& part, Shared& shared)
+      : p(p), shared(shared), tiles(part.tiles()), warp(threadIdx.x / 32 % kWarpgroupWarps), lane(threadIdx.x % 32) {
+    const int column = part.begin + token_of(lane);
+    list = p.indices + part.row * p.indices_row_stride + column;
+    left = lane < kTokensPerUnpacker ? part.end - column : 0;
+  }
 
   // A lane's token of this warp, as it lies in the tile.
   TSM_DEVICE int token_of(int i) const { return i / 2 * 8 + 2 * warp + i % 2; }
 
-  TSM_DEVICE uint32_t slot_of(int tile) const {
-    const int column = part.begin + tile * kWideTokens + token_of(lane);
-    const bool counted = lane < kTokensPerUnpacker && column < part.end;
-    return counted ? static_cast<uint32_t>(__ldg(p.indices + part.row * p.indices_row_stride + column)) : ~0u;
+  // This lane's slot of the tile that `list` stands at; none behind the last.
+  TSM_DEVICE uint32_t take_slot() {
+    const uint32_t slot = left > 0 ? static_cast<uint32_t>(__ldg(list)) : ~0u;
+    list += kWideTokens, left -= kWideTokens;
+    return slot;
   }
 
-  // A lane takes sixteen latents of one token of a pair, and half of the latents further sixteen more: eight lanes that
-  // write together write to all banks.
-  TSM_DEVICE void load(uint32_t slot, int first, Latents (&latents)[kBatch][2]) const {
-    const int token = lane / 4 % 2, sixteen = lane / 8 * 4 + lane % 4;
+  // Null for a slot that is none.
+  TSM_DEVICE const uint8_t* find(uint32_t slot) const {
+    return slot < p.num_slots ? record_of(p, slot, R::kBytes) : nullptr;
+  }
+
+  TSM_DEVICE static const uint8_t* of_lane(const uint8_t* record, int lane) {
+    return reinterpret_cast<const uint8_t*>(__shfl_sync(~0u, reinterpret_cast<unsigned long long>(record), lane));
+  }
+
+  // ---- what is copied
+
+  template <int kBytes>
+  TSM_DEVICE void copy(uint32_t target, const uint8_t* record, int offset) const {
+    copy_word<kBytes>(target, record == nullptr ? p.cache : record + offset, record != nullptr);
+  }
+
+  // To L2, with the line that the last byte lies in.
+  TSM_DEVICE void prefetch_copied(const uint8_t* record) const {
+    if (record == nullptr) return;
 #pragma unroll
-    for (int i = 0; i < kBatch; ++i) {
-      latents[i][0] = latents[i][1] = {};
-      const uint32_t source = __shfl_sync(~0u, slot, 2 * (first + i) + token);
-      if (source >= p.num_slots) continue;
-      const uint8_t* record = record_of(p, source, R::kBytes);
-      latents[i][0].template load<kLayout>(record, sixteen);
-      latents[i][1].template load<kLayout>(record, sixteen + 16);
+    for (int at = kCopiedOffset; at < R::kBytes; at += 128) prefetch_to_l2(record + at);
+    if constexpr (kCopiedOffset < R::kBytes) prefetch_to_l2(record + R::kBytes - 1);
+  }
+
+  TSM_DEVICE void copy_latents(uint32_t tile, const uint8_t* record) const {
+    const uint32_t at = tile + lane / 8 * kTileColumnBytes;
+#pragma unroll 4
+    for (int i = 0; i < kTokensPerUnpacker; ++i) {
+      const uint8_t* source = of_lane(record, i);
+      const uint32_t target = at + i / 2 * kSwizzleBytes + swizzled_offset(2 * warp + i % 2, lane % 8);
+#pragma unroll
+      for (int unit = 0; unit < kUnitsOfLatents; unit += 32) {
+        copy<16>(target + unit / 8 * kTileColumnBytes, source, 16 * (unit + lane));
+      }
     }
   }
 
-  TSM_DEVICE void store(uint32_t tile, int first, const Latents (&latents)[kBatch][2]) const {
-    const uint32_t at = tile + lane / 8 * kTileColumnBytes + first * kSwizzleBytes +
+  // Where this lane's eight numbers of the RoPE parts of tokens 32 / kRopeLanes * i on lie.
+  TSM_DEVICE uint32_t rope_target(uint32_t tile, int i) const {
+    return tile + kRopeColumn * kTileColumnBytes + (lane / (2 * kRopeLanes) + i * 16 / kRopeLanes) * kSwizzleBytes +
+           swizzled_offset(2 * warp + lane / kRopeLanes % 2, lane % kRopeLanes);
+  }
+
+  TSM_DEVICE void copy_rope(uint32_t tile, const uint8_t* record) const {
+#pragma unroll
+    for (int i = 0; i < kRopeLoads; ++i) {
+      const uint8_t* source = of_lane(record, (32 * i + lane) / kRopeLanes);
+      copy<16>(rope_target(tile, i), source, R::kRopeOffset + 16 * (lane % kRopeLanes));
+    }
+  }
+
+  // ---- codes
+
+  // A lane takes sixteen latents of one token of a pair, and half of the latents further sixteen more: eight lanes that
+  // write together write to all banks.
+  TSM_DEVICE void load_pair(const uint8_t* record, int pair, Latents& latents) const {
+    const int token = lane / 4 % 2, sixteen = lane / 8 * 4 + lane % 4;
+    latents[0] = latents[1] = {};
+    const uint8_t* source = of_lane(record, 2 * pair + token);
+    if (source == nullptr) return;
+    latents[0].template load<kLayout>(source, sixteen);
+    latents[1].template load<kLayout>(source, sixteen + 16);
+  }
+
+  TSM_DEVICE void store_pair(uint32_t tile, int pair, const Latents& latents) const {
+    const uint32_t at = tile + lane / 8 * kTileColumnBytes + pair * kSwizzleBytes +
                         swizzled_offset(2 * warp + lane / 4 % 2, lane % 4 * 2);
 #pragma unroll
-    for (int i = 0; i < 2 * kBatch; ++i) {
+    for (int i = 0; i < 2; ++i) {
       Unit16 units[2];
-      latents[i / 2][i % 2].unpack(units);
-      const uint32_t offset = i / 2 * kSwizzleBytes + i % 2 * (kLatentColumns / 2) * kTileColumnBytes;
+      latents[i].unpack(units);
+      const uint32_t offset = i * (kLatentColumns / 2) * kTileColumnBytes;
       store_shared(at + offset, units[0].words);
       store_shared((at ^ 16) + offset, units[1].words);
     }
   }
 
-  // What a tile has beside its latents.
-  struct Rest {
-    Rope rope[kHasRope ? kRopeLoads : 1];
-    float scales[Shared::kScaleRows > 0 ? Shared::kScaleRows : 1];
-  };
+  TSM_DEVICE void load_rope(const uint8_t* record, int i, Codes& codes) const {
+    codes.rope[i] = {};
+    const uint8_t* source = of_lane(record, (32 * i + lane) / kRopeLanes);
+    if (source != nullptr) codes.rope[i].load(source + R::kRopeOffset, lane % kRopeLanes);
+  }
 
-  TSM_DEVICE void load_rest(uint32_t slot, Rest& rest) const {
-    if constexpr (kHasRope) {
+  // Of the first tile.
+  TSM_DEVICE void load_codes(const uint8_t* record, Codes& codes) const {
+    if constexpr (!kCopiesLatents) {
 #pragma unroll
-      for (int i = 0; i < kRopeLoads; ++i) {
-        rest.rope[i] = {};
-        const uint32_t source = __shfl_sync(~0u, slot, (32 * i + lane) / kRopeLanes);
-        if (source >= p.num_slots) continue;
-        rest.rope[i].load(record_of(p, source, R::kBytes) + R::kRopeOffset, lane % kRopeLanes);
-      }
+      for (int pair = 0; pair < kAhead; ++pair) load_pair(record, pair, codes.latents[pair]);
     }
-    // Of this lane's own token.
+    if constexpr (kUnpacksRope) {
 #pragma unroll
-    for (int i = 0; i < Shared::kScaleRows; ++i) rest.scales[i] = 0.0f;
-    if (slot >= p.num_slots) return;
-    const uint8_t* record = record_of(p, slot, R::kBytes);
-    if constexpr (Tile::kChunkScales) {
-      const float4 scales = load_record<float4>(record + R::kScaleOffset);
-      rest.scales[0] = scales.x, rest.scales[1] = scales.y, rest.scales[2] = scales.z, rest.scales[3] = scales.w;
-    } else if constexpr (R::kHasScale) {
-      const float scale = load_record<float>(record + R::kTokenScaleOffset);
-      // Zero marks a record without a token scale.
-      rest.scales[0] = scale != 0.0f ? scale : 1.0f;
-    }
-    if constexpr (Tile::kRopeScale) {
-      rest.scales[Tile::kScaleRows] = load_record<float>(record + R::kRopeScaleOffset);
+      for (int i = 0; i < kRopeLoads; ++i) load_rope(record, i, codes);
     }
   }
 
-  TSM_DEVICE void store_rest(int stage, uint32_t tile, const Rest& rest) const {
-    if constexpr (kHasRope) {
-      const uint32_t at = tile + kRopeColumn * kTileColumnBytes + lane / (2 * kRopeLanes) * kSwizzleBytes +
-                          swizzled_offset(2 * warp + lane / kRopeLanes % 2, lane % kRopeLanes);
+  // Unpacks a tile, and has what it held replaced by the next one's.
+  TSM_DEVICE void store_codes(uint32_t tile, const uint8_t* record, const uint8_t* next_record, Codes& codes) const {
+    if constexpr (!kCopiesLatents) {
 #pragma unroll
-      for (int i = 0; i < kRopeLoads; ++i) {
-        store_shared(at + i * (16 / kRopeLanes) * kSwizzleBytes, rest.rope[i].unpack().words);
+      for (int pair = 0; pair < kPairs; ++pair) {
+        Latents& place = codes.latents[pair % kAhead];
+        store_pair(tile, pair, place);
+        if (pair + kAhead < kPairs) {
+          load_pair(record, pair + kAhead, place);
+        } else {
+          load_pair(next_record, pair % kAhead, place);
+        }
       }
     }
-    if (lane >= kTokensPerUnpacker) return;
+    if constexpr (kUnpacksRope) {
 #pragma unroll
-    for (int i = 0; i < Shared::kScaleRows; ++i) shared.scales[stage][i][token_of(lane)] = rest.scales[i];
+      for (int i = 0; i < kRopeLoads; ++i) {
+        store_shared(rope_target(tile, i), codes.rope[i].unpack().words);
+        load_rope(next_record, i, codes);
+      }
+    }
+  }
+
+  // ---- scales of this lane's own token
+
+  // Zero marks a record without a token scale.
+  TSM_DEVICE float token_scale(const uint8_t* record) const {
+    if (record == nullptr) return 0.0f;
+    const float scale = load_record<float>(record + R::kTokenScaleOffset);
+    return scale != 0.0f ? scale : 1.0f;
   }
 
   TSM_DEVICE void run() {
-    const int tiles = part.tiles();
-    uint32_t slot = slot_of(0), next = slot_of(1);
+    const uint8_t* record = find(take_slot());
+    uint32_t next = take_slot();
+    Codes codes;
+    load_codes(record, codes);
     for (int tile = 0; tile < tiles; ++tile) {
       const int stage = tile % kWideStages;
       const uint32_t target = shared_address(shared.tiles[stage]);
-#pragma unroll 1
-      for (int first = 0; first < kPairs; first += kBatch) {
-        Latents latents[kBatch][2];
-        load(slot, first, latents);
-        if (first == 0) {
-          Rest rest;
-          load_rest(slot, rest);
-          if (next < p.num_slots) prefetch_to_l2(record_of(p, next, R::kBytes), R::kBytes);
-          barrier_wait(shared_address(&shared.empty[stage]), (tile / kWideStages + 1) % 2);
-          const uint32_t valid = __ballot_sync(~0u, slot < p.num_slots);
-          if (lane == 0) shared.valid[stage][warp] = static_cast<uint16_t>(valid);
-          store_rest(stage, target, rest);
+      const uint8_t* next_record = find(next);
+      next = take_slot();
+      prefetch_copied(next_record);
+      float scale = 0.0f;
+      if constexpr (R::kHasScale && !Tile::kChunkScales) scale = token_scale(record);
+      barrier_wait(shared_address(&shared.empty[stage]), (tile / kWideStages + 1) % 2);
+      if constexpr (kCopiesLatents) copy_latents(target, record);
+      if constexpr (kCopiesRope) copy_rope(target, record);
+      const uint32_t valid = __ballot_sync(~0u, record != nullptr);
+      if (lane == 0) shared.valid[stage][warp] = static_cast<uint16_t>(valid);
+      if (lane < kTokensPerUnpacker) {
+        const int token = token_of(lane);
+        if constexpr (Tile::kChunkScales) {
+#pragma unroll
+          for (int i = 0; i < kChunks; ++i) {
+            copy<4>(shared_address(&shared.scales[stage][i][token]), record, R::kScaleOffset + 4 * i);
+          }
+        } else if constexpr (R::kHasScale) {
+          shared.scales[stage][0][token] = scale;
         }
-        store(target, first, latents);
+        if constexpr (Tile::kRopeScale) {
+          copy<4>(shared_address(&shared.scales[stage][Tile::kScaleRows][token]), record, R::kRopeScaleOffset);
+        }
       }
-      slot = next;
-      next = slot_of(tile + 2);
+      store_codes(target, record, next_record, codes);
+      record = next_record;
+      wait_for_words();
       fence_async_proxy();
       __syncwarp();
       if (lane == 0) barrier_arrive(shared_address(&shared.full[stage]));

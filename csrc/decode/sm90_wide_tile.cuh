@@ -161,18 +161,25 @@ struct PackedRope {
 
 // ---- queries
 
-template <class QueryT, int kWords>
-TSM_DEVICE float peak_of_pairs(const uint32_t (&pairs)[kWords]) {
-  float peak = 0.0f;
-#pragma unroll
-  for (int i = 0; i < kWords; ++i) {
-    const float2 x = float_pair<QueryT>(pairs[i]);
-    peak = fmaxf(peak, fmaxf(fabsf(x.x), fabsf(x.y)));
-  }
-  return peak;
+// The larger of the magnitudes in either half of two pairs; a NaN counts as nothing.
+template <class QueryT>
+TSM_DEVICE uint32_t larger_pair(uint32_t a, uint32_t b) {
+  using Pair = std::conditional_t<std::is_same_v<QueryT, __half>, __half2, __nv_bfloat162>;
+  const Pair larger = __hmax2(*reinterpret_cast<const Pair*>(&a), *reinterpret_cast<const Pair*>(&b));
+  return *reinterpret_cast<const uint32_t*>(&larger);
 }
 
-// A warp's share of one head's query: a lane has latents 16 * lane on and a pair of the RoPE part.
+template <class QueryT, int kWords>
+TSM_DEVICE float peak_of_pairs(const uint32_t (&pairs)[kWords]) {
+  uint32_t peak = 0;
+#pragma unroll
+  for (int i = 0; i < kWords; ++i) peak = larger_pair<QueryT>(peak, pairs[i] & 0x7FFF7FFFu);
+  const float2 x = float_pair<QueryT>(peak);
+  return fmaxf(x.x, x.y);
+}
+
+// A warp's share of one head's query: a lane has latents 16 * lane on and a pair of the RoPE part. It writes what it
+// read itself, so that lanes need not wait for one another.
 template <int kLayout, class QueryT>
 struct WideQuery {
   using R = Records<kLayout>;
@@ -180,65 +187,109 @@ struct WideQuery {
   static constexpr bool kHasRope = R::kRope != Storage::kNone;
   static constexpr int kRopeTerms = Narrow::kRopeTerms;
   static constexpr int kColumns = kLatentColumns + kRopeTerms;
+  using Columns = uint8_t[kColumns][kQueryColumnBytes];
 
-  uint32_t latents[2][4];
-  uint32_t rope[1];
+  uint8_t* latents[2];
+  uint8_t* rope;
 
-  TSM_DEVICE void load(const uint16_t* source, bool aligned, bool present, int lane) {
-    load_pairs(source + 16 * lane, aligned, present, latents[0]);
-    load_pairs(source + 16 * lane + 8, aligned, present, latents[1]);
-    if constexpr (kHasRope) load_pairs(source + kLatentDim + 2 * lane, aligned, present, rope);
+  TSM_DEVICE WideQuery(Columns& columns, int head, int lane) {
+    uint8_t* column = columns[lane / 4];
+    latents[0] = column + swizzled_offset(head, lane % 4 * 2);
+    latents[1] = column + swizzled_offset(head, lane % 4 * 2 + 1);
+    if constexpr (kHasRope) rope = columns[kRopeColumn] + swizzled_offset(head, lane / 4) + lane % 4 * 4;
   }
 
-  // Writes the operand. `factor` and `rope_factor` become those of the head's scores, as in Query.
-  TSM_DEVICE void store(uint32_t columns, int head, int lane, float scale_log2, float& factor, float& rope_factor) {
-    factor = scale_log2;
-    float inverse = 1.0f;
-    if constexpr (Narrow::kHasUnit) {
-      float peak = fmaxf(peak_of_pairs<QueryT>(latents[0]), peak_of_pairs<QueryT>(latents[1]));
-      if constexpr (kHasRope) peak = fmaxf(peak, Narrow::kRopeShare * peak_of_pairs<QueryT>(rope));
-      const Unit unit = unit_of(warp_max(peak));
-      factor = fmaxf(factor * unit.unit * (1 << R::kValueExponent), 0x1p-149f);
-      inverse = unit.inverse;
+  // Sends for the numbers, to where the operand will be. `source` is aligned for vector loads or not at all.
+  TSM_DEVICE void fetch(const uint16_t* source, bool aligned, bool present, int lane) const {
 #pragma unroll
-      for (int i = 0; i < 8; ++i) {
-        uint32_t& pair = latents[i / 4][i % 4];
-        const float2 x = float_pair<QueryT>(pair);
-        pair = pack_fp16(x.x * inverse, x.y * inverse);
+    for (int i = 0; i < 2; ++i) fetch_words<4>(latents[i], source + 16 * lane + 8 * i, aligned, present);
+    if constexpr (kHasRope) fetch_words<1>(rope, source + kLatentDim + 2 * lane, aligned, present);
+  }
+
+  // What a lane has of a head: its numbers as they came, and then as operands.
+  struct Numbers {
+    uint32_t latents[2][4];
+    uint32_t rope[kRopeTerms > 0 ? kRopeTerms : 1];
+
+    // `factor` and `rope_factor` become those of the head's scores, as in Query.
+    TSM_DEVICE void convert(float scale_log2, float& factor, float& rope_factor) {
+      factor = scale_log2;
+      rope_factor = 0.0f;
+      if constexpr (Narrow::kHasUnit) {
+        const uint32_t rope_pair[1] = {rope[0]};
+        float peak = fmaxf(peak_of_pairs<QueryT>(latents[0]), peak_of_pairs<QueryT>(latents[1]));
+        if constexpr (kHasRope) peak = fmaxf(peak, Narrow::kRopeShare * peak_of_pairs<QueryT>(rope_pair));
+        const Unit unit = unit_of(warp_max(peak));
+        factor = fmaxf(factor * unit.unit * (1 << R::kValueExponent), 0x1p-149f);
+#pragma unroll
+        for (int i = 0; i < 8; ++i) {
+          uint32_t& pair = latents[i / 4][i % 4];
+          const float2 x = float_pair<QueryT>(pair);
+          pair = pack_fp16(x.x * unit.inverse, x.y * unit.inverse);
+        }
+        if constexpr (kHasRope) convert_rope(rope_pair, unit.inverse / (1 << R::kValueExponent), rope_factor);
       }
     }
+
+    TSM_DEVICE void convert_rope(const uint32_t (&pair)[1], float inverse, float& rope_factor) {
+      float2 x = float_pair<QueryT>(pair[0]);
+      if constexpr (R::kRope == Storage::kE4m3) {
+        const Unit unit = unit_of(warp_max(peak_of_pairs<QueryT>(pair)));
+        rope_factor = unit.unit * inverse;
+        rope[0] = pack_fp16(x.x * unit.inverse, x.y * unit.inverse);
+      } else {
+        // Exact: see Query.
+        x = make_float2(x.x * inverse, x.y * inverse);
 #pragma unroll
-    for (int i = 0; i < 2; ++i) {
-      const uint32_t (&x)[4] = latents[i];
-      store_shared(columns + lane / 4 * kQueryColumnBytes + swizzled_offset(head, lane % 4 * 2 + i),
-                   make_uint4(x[0], x[1], x[2], x[3]));
+        for (int term = 0; term < kRopeTerms; ++term) {
+          rope[term] = pack_bf16(x.x, x.y);
+          const float2 taken = float_pair<__nv_bfloat16>(rope[term]);
+          x = make_float2(x.x - taken.x, x.y - taken.y);
+        }
+      }
     }
-    if constexpr (kHasRope) {
-      store_rope(columns + kRopeColumn * kQueryColumnBytes + swizzled_offset(head, lane / 4) + lane % 4 * 4,
-                 inverse / (1 << R::kValueExponent), rope_factor);
+  };
+
+  // Where there is nothing to convert, nothing is read or written.
+  TSM_DEVICE void read(Numbers& numbers) const {
+    if constexpr (Narrow::kHasUnit) {
+#pragma unroll
+      for (int i = 0; i < 2; ++i) {
+        const uint4 x = *reinterpret_cast<const uint4*>(latents[i]);
+        uint32_t (&pairs)[4] = numbers.latents[i];
+        pairs[0] = x.x, pairs[1] = x.y, pairs[2] = x.z, pairs[3] = x.w;
+      }
+      if constexpr (kHasRope) numbers.rope[0] = *reinterpret_cast<const uint32_t*>(rope);
+    }
+  }
+
+  TSM_DEVICE void write(const Numbers& numbers) const {
+    if constexpr (Narrow::kHasUnit) {
+#pragma unroll
+      for (int i = 0; i < 2; ++i) {
+        const uint32_t (&x)[4] = numbers.latents[i];
+        store_shared(shared_address(latents[i]), make_uint4(x[0], x[1], x[2], x[3]));
+      }
+#pragma unroll
+      for (int term = 0; kHasRope && term < kRopeTerms; ++term) {
+        store_shared(shared_address(rope) + term * kQueryColumnBytes, numbers.rope[term]);
+      }
     }
   }
 
  private:
-  TSM_DEVICE void store_rope(uint32_t at, float inverse, float& rope_factor) {
-    if constexpr (!Narrow::kHasUnit) {
-      store_shared(at, rope[0]);
-    } else if constexpr (R::kRope == Storage::kE4m3) {
-      const Unit unit = unit_of(warp_max(peak_of_pairs<QueryT>(rope)));
-      rope_factor = unit.unit * inverse;
-      const float2 x = float_pair<QueryT>(rope[0]);
-      store_shared(at, pack_fp16(x.x * unit.inverse, x.y * unit.inverse));
+  template <int kWords>
+  TSM_DEVICE static void fetch_words(uint8_t* target, const uint16_t* source, bool aligned, bool present) {
+    if (aligned) {
+      copy_word<4 * kWords>(shared_address(target), source, present);
+      return;
+    }
+    uint32_t words[kWords];
+    load_pairs(source, false, present, words);
+    if constexpr (kWords == 4) {
+      store_shared(shared_address(target), make_uint4(words[0], words[1], words[2], words[3]));
     } else {
-      // Exact: see Query.
-      float2 x = float_pair<QueryT>(rope[0]);
-      x = make_float2(x.x * inverse, x.y * inverse);
-#pragma unroll
-      for (int term = 0; term < kRopeTerms; ++term) {
-        const uint32_t packed = pack_bf16(x.x, x.y);
-        store_shared(at + term * kQueryColumnBytes, packed);
-        const float2 taken = float_pair<__nv_bfloat16>(packed);
-        x = make_float2(x.x - taken.x, x.y - taken.y);
-      }
+      store_shared(shared_address(target), words[0]);
     }
   }
 };

@@ -232,14 +232,14 @@ const char* sm90_unsupported(const SparseCkvDecode& call, int device) {
   return nullptr;
 }
 
-void sparse_ckv_decode_sm90(const SparseCkvDecode& call, void* workspace, bool batch_invariant, bool wide, int device,
-                            void* stream) {
+void sparse_ckv_decode_sm90(const SparseCkvDecode& call, void* workspace, bool batch_invariant, Sm90Form form,
+                            int device, void* stream) {
   static_assert(kSm90Narrow.heads == sm90::kTileHeads && kSm90Narrow.tile_tokens == sm90::kTileTokens);
   static_assert(kSm90Wide.heads == sm90::kWideHeads && kSm90Wide.tile_tokens == sm90::kWideTokens);
-  wide = wide && call.heads >= kFewestWideHeads;
   const CurrentDevice current(device);
   const auto cuda_stream = static_cast<cudaStream_t>(stream);
-  const int64_t splits = sm90_splits(call.rows, call.heads, call.topk, batch_invariant, wide);
+  const auto [wide, splits, clocks] =
+      sm90_plan(call.rows, call.heads, call.topk, call.layout.latent, batch_invariant, form);
   const int64_t step = rows_per_launch(call.rows, call.heads, call.topk, batch_invariant);
   sm90::AttendParams params = attend_params(call, splits, batch_invariant, wide);
   for (int64_t first = 0; first < call.rows; first += step) {

@@ -9,6 +9,7 @@
 #include <cstdint>
 
 #include "sparse_ckv_decode.h"
+#include "workspace.h"
 
 namespace torch_sparse_mla {
 
@@ -16,11 +17,10 @@ namespace torch_sparse_mla {
 // alone.
 const char* sm90_unsupported(const SparseCkvDecode& call, int device);
 
-// Enqueues a call on `stream`; every pointer in `call` is device memory. `workspace` is as workspace.h says. `wide`:
-// the wide form, from kFewestWideHeads heads on; not the default, because it has never been measured. Throws
-// std::runtime_error when a launch fails.
-void sparse_ckv_decode_sm90(const SparseCkvDecode& call, void* workspace, bool batch_invariant, bool wide, int device,
-                            void* stream);
+// Enqueues a call on `stream`; every pointer in `call` is device memory. `workspace` and `form` are as workspace.h
+// says. Throws std::runtime_error when a launch fails.
+void sparse_ckv_decode_sm90(const SparseCkvDecode& call, void* workspace, bool batch_invariant, Sm90Form form,
+                            int device, void* stream);
 
 // Copies a call's lists to host memory, `indices` packed as [rows, topk], and waits. Throws std::runtime_error while
 // the stream is being captured.

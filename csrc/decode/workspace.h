@@ -42,34 +42,51 @@ struct Sm90Blocks {
   int64_t tile_tokens;
   int64_t tiles_at_once;
   int64_t tile_clocks;
+  int64_t wave_clocks;  // of a block beside its tiles
   int64_t merge_part_clocks;
 };
-// Fitted to times measured on an H200 at 1 to 128 rows.
-inline constexpr Sm90Blocks kSm90Narrow = {kHeadsPerTile, 32, 2, 1350, 45};
-// Not measured: the clocks of a tile are a prediction; a part is 66 KB, written and read at 4 TB/s.
-inline constexpr Sm90Blocks kSm90Wide = {kWideHeadsPerTile, kWideTokensPerTile, 1, 2600, 60};
+// Fitted to times measured on an H200 at 1 to 128 rows. In the narrow form, codes that are not e4m3 take longer.
+inline constexpr Sm90Blocks kSm90Narrow = {kHeadsPerTile, 32, 2, 1350, 7000, 45};
+inline constexpr int64_t kOtherTileClocks = 1850;
+inline constexpr Sm90Blocks kSm90Wide = {kWideHeadsPerTile, kWideTokensPerTile, 1, 4500, 14000, 60};
+
+// The form that a call is made in, where there are two: the faster one, or the one that is asked for.
+enum class Sm90Form { kFaster, kNarrow, kWide };
+
+struct Sm90Plan {
+  bool wide;
+  int64_t splits;
+  int64_t clocks;
+};
 
 // Parts of at most `limit`: the fewest clocks by a count of waves over the multiprocessors of an H200.
-inline int64_t fewest_clocks(const Sm90Blocks& kernel, int64_t rows, int64_t heads, int64_t topk, int64_t limit) {
-  constexpr int64_t kMultiprocessors = 132, kWaveClocks = 7000, kMergeClocks = 2600;
+inline Sm90Plan fewest_clocks(bool wide, int64_t rows, int64_t heads, int64_t topk, Storage latent, int64_t limit) {
+  constexpr int64_t kMultiprocessors = 132, kMergeClocks = 2600;
+  const Sm90Blocks& kernel = wide ? kSm90Wide : kSm90Narrow;
+  const int64_t tile_clocks = wide || latent == Storage::kE4m3 ? kernel.tile_clocks : kOtherTileClocks;
   const int64_t blocks = rows * ceil_div(heads, kernel.heads), tiles = ceil_div(topk, kernel.tile_tokens);
-  int64_t best = 1, best_clocks = INT64_MAX;
+  Sm90Plan best = {wide, 1, INT64_MAX};
   for (int64_t splits = 1; splits <= std::min(limit, tiles); ++splits) {
     const int64_t parts = blocks * splits, waves = ceil_div(parts, kMultiprocessors);
     const int64_t merge = splits > 1 ? kMergeClocks + kernel.merge_part_clocks * parts : 0;
     const int64_t rounds = ceil_div(ceil_div(tiles, splits), kernel.tiles_at_once);
-    const int64_t clocks = waves * (rounds * kernel.tiles_at_once * kernel.tile_clocks + kWaveClocks) + merge;
-    if (clocks < best_clocks) best = splits, best_clocks = clocks;
+    const int64_t clocks = waves * (rounds * kernel.tiles_at_once * tile_clocks + kernel.wave_clocks) + merge;
+    if (clocks < best.clocks) best.splits = splits, best.clocks = clocks;
   }
   return best;
 }
 
-// Parts of the sm_90 kernels, as many as the workspace has room for at most.
-inline int64_t sm90_splits(int64_t rows, int64_t heads, int64_t topk, bool batch_invariant, bool wide) {
+// How the sm_90 kernels make a call: in as many parts as the workspace has room for at most. A batch-invariant call is
+// in the form that is asked for, and else narrow, however many rows there are.
+inline Sm90Plan sm90_plan(int64_t rows, int64_t heads, int64_t topk, Storage latent, bool batch_invariant,
+                          Sm90Form form) {
   const int64_t splits = num_splits(rows, heads, topk, batch_invariant);
-  if (batch_invariant) return splits;
-  if (wide) return fewest_clocks(kSm90Wide, rows, heads, topk, max_wide_splits(rows, heads, topk));
-  return fewest_clocks(kSm90Narrow, rows, heads, topk, splits);
+  const bool has_wide = heads >= kFewestWideHeads;
+  if (batch_invariant) return {has_wide && form == Sm90Form::kWide, splits, 0};
+  const Sm90Plan narrow = fewest_clocks(false, rows, heads, topk, latent, splits);
+  if (!has_wide || form == Sm90Form::kNarrow) return narrow;
+  const Sm90Plan wide = fewest_clocks(true, rows, heads, topk, latent, max_wide_splits(rows, heads, topk));
+  return form == Sm90Form::kWide || wide.clocks < narrow.clocks ? wide : narrow;
 }
 
 inline int64_t rows_per_launch(int64_t rows, int64_t heads, int64_t topk, bool batch_invariant) {

@@ -20,6 +20,7 @@ from torch_sparse_mla._ops import native_error, native_library
 from torch_sparse_mla.decode.contract import MAX_HEADS, MAX_TOPK, max_wide_splits, num_splits
 
 from .cases import DecodeCase, assert_accurate, assert_close_to, assert_same_bits, call, decode, make_case, with_outputs
+from .emulated_sm90 import FASTER, NARROW, WIDE
 from .rejections import assert_untouched, snapshot
 from .test_sparse_ckv_decode_errors import WRONG_FORM, WRONG_MEMORY, flatten, small_case
 
@@ -313,21 +314,45 @@ def test_workspace_bytes_equal_the_python_function(library):
         assert size(*sizes) == sparse_ckv_decode_workspace_bytes(*sizes), sizes
 
 
-def test_the_sm90_kernels_fit_the_workspace(library):
+@pytest.fixture
+def sm90_parts(library):
+    """Parts of a row, negative in the wide form, for rows, heads, top-k, layout, whether batch-invariant, and form."""
+    names = list(LAYOUTS)
+    function = library.torch_sparse_mla_sm90_parts
+    function.argtypes = (*[ctypes.c_int64] * 3, ctypes.c_int, ctypes.c_bool, ctypes.c_int)
+    function.restype = ctypes.c_int64
+
+    def parts(rows, heads, topk, layout="fp8_ds_mla", invariant=False, form=FASTER):
+        return function(rows, heads, topk, names.index(layout), invariant, form)
+
+    return parts
+
+
+def test_the_sm90_kernels_fit_the_workspace(sm90_parts):
     """They make at most as many parts as the workspace is sized for, and at least one."""
-    parts = library.torch_sparse_mla_sm90_splits
-    parts.argtypes, parts.restype = (*[ctypes.c_int64] * 3, ctypes.c_bool, ctypes.c_bool), ctypes.c_int64
     rows = [1, 2, 3, 5, 7, 8, 16, 33, 70, 100, 132, 133, 264, 265, 1000, 70_000]
     part_bytes = 512 * 2 + 4 * 4 + 4  # of one head: fp16 latents, a unit for each 128, an lse
     for sizes in itertools.product(rows, [1, 16, 17, 32, 64, MAX_HEADS], [1, 64, 65, 2048, 2051, MAX_TOPK]):
         size = sparse_ckv_decode_workspace_bytes(*sizes)
-        assert 1 <= parts(*sizes, False, False) <= num_splits(*sizes, False), sizes
-        wide = parts(*sizes, False, True)
-        assert wide == 1 or 1 < wide <= size / (sizes[0] * sizes[1] * part_bytes), sizes
-        assert wide <= max_wide_splits(*sizes), sizes
-        assert parts(*sizes, True, False) == parts(*sizes, True, True) == num_splits(*sizes, True)
-    # Measured as the fastest on one H200, with 16 heads and K = 2048.
-    assert [parts(r, 16, 2048, False, False) for r in (1, 2, 4, 8, 16, 32, 64, 128)] == [32, 32, 16, 16, 8, 4, 2, 1]
+        narrow, wide = (sm90_parts(*sizes, form=form) for form in (NARROW, WIDE))
+        assert 1 <= narrow <= num_splits(*sizes, False), sizes
+        assert (wide < 0) == (sizes[1] > 32), sizes
+        assert abs(wide) == 1 or 1 < abs(wide) <= size / (sizes[0] * sizes[1] * part_bytes), sizes
+        assert wide > 0 or -wide <= max_wide_splits(*sizes), sizes
+        assert sm90_parts(*sizes) in (narrow, wide), sizes
+        # However many rows there are.
+        invariant = {form: sm90_parts(*sizes, invariant=True, form=form) for form in (FASTER, NARROW, WIDE)}
+        assert invariant[FASTER] == invariant[NARROW] == abs(invariant[WIDE]) == num_splits(*sizes, True), sizes
+        assert (invariant[WIDE] < 0) == (sizes[1] > 32), sizes
+
+
+def test_the_sm90_kernels_make_the_parts_that_were_measured_as_fastest(sm90_parts):
+    """On one H200, with K = 2048."""
+    rows = (1, 2, 4, 8, 16, 32, 64, 128)
+    assert [sm90_parts(r, 16, 2048) for r in rows] == [32, 32, 16, 16, 8, 4, 2, 1]
+    assert [sm90_parts(r, 64, 2048) < 0 for r in rows] == [False] * 4 + [True] * 4
+    assert [sm90_parts(r, 128, 2048) < 0 for r in rows] == [False] * 3 + [True] * 5
+    assert [sm90_parts(r, 64, 2048, "nvfp4_ds_mla") < 0 for r in rows] == [False] * 3 + [True] * 5
 
 
 def test_cuda_stream_is_an_error_without_cuda_and_never_stream_zero(library):

@@ -73,7 +73,7 @@ def attend_of(request, monkeypatch) -> Attend:
     if request.param.startswith("emulated"):
         emulator = request.getfixturevalue("emulator")
         return Attend(lambda case: emulated_sm90.run(emulator, with_outputs(case, case.out.dtype), wide), wide)
-    monkeypatch.setenv("TORCH_SPARSE_MLA_NATIVE", "wide" if wide else "1")
+    monkeypatch.setenv("TORCH_SPARSE_MLA_NATIVE", "wide" if wide else "narrow")
     return Attend(lambda case: decode("op-cuda", case), wide)
 
 

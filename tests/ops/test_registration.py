@@ -203,19 +203,21 @@ def test_native_code_can_be_turned_off():
     assert float(total) == 512
 
 
-def test_the_wide_form_is_asked_for_and_named(monkeypatch):
+def test_the_form_of_the_kernels_is_named(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (9, 0))
     monkeypatch.setattr(torch_sparse_mla._ops.registration, "native_cuda_ops", {"sparse_ckv_decode"})
     monkeypatch.delenv("TORCH_SPARSE_MLA_NATIVE", raising=False)
-    usual = torch_sparse_mla.explain("sparse_ckv_decode", "cuda")
-    monkeypatch.setenv("TORCH_SPARSE_MLA_NATIVE", "wide")
-    wide = torch_sparse_mla.explain("sparse_ckv_decode", "cuda")
-    assert wide["kernel"] == usual["kernel"] == "native C++"
-    assert wide["why"].startswith(usual["why"]) and "wide" not in usual["why"]
-    assert "TORCH_SPARSE_MLA_NATIVE=wide: 33 heads and more" in wide["why"]
+    forms = "33 heads and more in blocks of 16 heads (narrow) or of 64 (wide): "
+    said = torch_sparse_mla.explain("sparse_ckv_decode", "cuda")
+    assert said["kernel"] == "native C++"
+    assert said["why"].endswith(forms + "whichever a model of clocks finds faster")
+    for form in ("narrow", "wide"):
+        monkeypatch.setenv("TORCH_SPARSE_MLA_NATIVE", form)
+        why = torch_sparse_mla.explain("sparse_ckv_decode", "cuda")["why"]
+        assert why.endswith(f"{forms}TORCH_SPARSE_MLA_NATIVE={form}")
     monkeypatch.setenv("TORCH_SPARSE_MLA_NATIVE", "Wide")
-    with pytest.raises(ValueError, match="TORCH_SPARSE_MLA_NATIVE: got 'Wide'; allowed: 0, 1 or wide"):
+    with pytest.raises(ValueError, match="TORCH_SPARSE_MLA_NATIVE: got 'Wide'; allowed: 0, 1, narrow or wide"):
         torch_sparse_mla.explain("sparse_ckv_decode", "cuda")
 
 
@@ -230,7 +232,7 @@ def test_the_wide_form_needs_the_library_as_ever():
 def test_rejects_an_unknown_native_flag():
     result = run_python("import torch_sparse_mla", TORCH_SPARSE_MLA_NATIVE="maybe")
     assert result.returncode != 0
-    assert "environment variable TORCH_SPARSE_MLA_NATIVE: got 'maybe'; allowed: 0, 1 or wide" in result.stderr
+    assert "environment variable TORCH_SPARSE_MLA_NATIVE: got 'maybe'; allowed: 0, 1, narrow or wide" in result.stderr
 
 
 MENDED_IMPORT = """

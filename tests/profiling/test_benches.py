@@ -63,13 +63,13 @@ def test_decode_benchmark_runs_as_a_script(tmp_path):
 
 
 @pytest.mark.parametrize("before", [None, "1"])
-def test_decode_benchmark_asks_for_the_wide_form_while_it_calls(monkeypatch, before):
+def test_decode_benchmark_asks_for_a_form_while_it_calls(monkeypatch, before):
     monkeypatch.delenv("TORCH_SPARSE_MLA_NATIVE", raising=False)
     if before is not None:
         monkeypatch.setenv("TORCH_SPARSE_MLA_NATIVE", before)
     seen = []
-    bench_sparse_ckv_decode._in_wide_form(
-        lambda *arguments: seen.append((os.environ["TORCH_SPARSE_MLA_NATIVE"], arguments))
+    bench_sparse_ckv_decode._in_form(
+        "wide", lambda *arguments: seen.append((os.environ["TORCH_SPARSE_MLA_NATIVE"], arguments))
     )(1, 2)
     assert seen == [("wide", (1, 2))]
     assert os.environ.get("TORCH_SPARSE_MLA_NATIVE") == before

@@ -8,8 +8,8 @@ from ..contract import strict_choice
 from .table import NAMESPACE, OPS, Op
 
 _NATIVE_PATTERN = "_native*.so"
-# "wide": as 1, and wide forms of kernels that have one and do not run it of themselves. The library looks at each call.
-_NATIVE_FLAG, _NATIVE_CHOICES = "TORCH_SPARSE_MLA_NATIVE", ("0", "1", "wide")
+# "narrow" and "wide": as 1, and that form of kernels that choose between two. The library looks at each call.
+_NATIVE_FLAG, _NATIVE_CHOICES = "TORCH_SPARSE_MLA_NATIVE", ("0", "1", "narrow", "wide")
 # Operators whose CUDA kernel is native call their Triton kernel by this name where the native one does not take a call.
 _PORTABLE_NAMESPACE = f"{NAMESPACE}_portable"
 
@@ -122,8 +122,10 @@ def _explain_cuda(op: Op, device: torch.device) -> tuple[str, str]:
         capability = torch.cuda.get_device_capability(device)
         if op.name in native_cuda_ops and capability == (9, 0):
             why = f"the sm_90a kernels take {op.native_cuda}; anything else goes to the Triton kernel"
-            if op.native_cuda_wide and _native_choice() == "wide":
-                why += f"; {_NATIVE_FLAG}=wide: {op.native_cuda_wide}"
+            if op.native_cuda_forms:
+                choice = _native_choice()
+                chosen = "whichever a model of clocks finds faster" if choice == "1" else f"{_NATIVE_FLAG}={choice}"
+                why += f"; {op.native_cuda_forms}: {chosen}"
             return "native C++", why
         native_why = f"; {_why_not_native_cuda(capability)}"
     try:

@@ -49,7 +49,7 @@ class Op:
         triton: "module:function" of the CUDA implementation, relative to the package, imported at registration.
         splitting: whether PIECEWISE graphs split at this operator by default.
         native_cuda: what the native library's CUDA kernels take, where it has any; the rest goes to `triton`.
-        native_cuda_wide: what of that runs otherwise under TORCH_SPARSE_MLA_NATIVE=wide.
+        native_cuda_forms: what of that has two forms of kernels, narrow and wide, to choose from.
         graph_support: in which CUDA graphs a call may be captured.
     """
 
@@ -60,7 +60,7 @@ class Op:
     triton: str
     splitting: bool = False
     native_cuda: str = ""
-    native_cuda_wide: str = ""
+    native_cuda_forms: str = ""
     graph_support: GraphSupport = GraphSupport.ALWAYS
 
     @property
@@ -105,7 +105,7 @@ OPS: dict[str, Op] = {
                 "bfloat16 queries with every layout and float16 queries with quantised layouts, under a positive "
                 "softmax scale, where 'out' is aligned to 16 bytes"
             ),
-            native_cuda_wide="33 heads and more in blocks of 64, by wgmma (not measured yet, so not the default)",
+            native_cuda_forms="33 heads and more in blocks of 16 heads (narrow) or of 64 (wide)",
         ),
         Op(
             name="sparse_ckv_decode_peers",

@@ -20,6 +20,8 @@ HERE = Path(__file__).parent
 CSRC = Path(__file__).parents[3] / "csrc"
 # Beyond the workspace.
 GUARD, GUARD_BYTES = 0xA5, 4096
+# Sm90Form of csrc/decode/workspace.h.
+FASTER, NARROW, WIDE = range(3)
 FLOAT_TYPES = {torch.bfloat16: 0, torch.float16: 1, torch.float32: 2}
 
 
@@ -70,7 +72,7 @@ class Emulator:
     def __init__(self, library: Path):
         loaded = ctypes.CDLL(str(library))
         self.decode, self.mistake = loaded.emulate_sparse_ckv_decode, loaded.emulate_mistake
-        self.decode.argtypes = (ctypes.POINTER(_Call), ctypes.c_int, ctypes.c_void_p, ctypes.c_bool, ctypes.c_bool)
+        self.decode.argtypes = (ctypes.POINTER(_Call), ctypes.c_int, ctypes.c_void_p, ctypes.c_bool, ctypes.c_int)
         self.mistake.argtypes = (ctypes.c_int,)
         self.decode.restype = self.mistake.restype = ctypes.c_char_p
 
@@ -95,7 +97,7 @@ def pointer(tensor: torch.Tensor | None) -> int | None:
 def run(emulator: Emulator, case: DecodeCase, wide: bool = False) -> tuple[torch.Tensor, torch.Tensor]:
     """Emulate the case on the CPU. Raises RuntimeError with what the emulator or the launcher has to say.
 
-    `wide`: in the wide form, where the head count has one.
+    `wide`: in the wide form, where the head count has one; else in the narrow form.
     """
     rows, heads, _ = case.q.shape
     size = case.workspace.numel()
@@ -121,8 +123,8 @@ def run(emulator: Emulator, case: DecodeCase, wide: bool = False) -> tuple[torch
         heads=heads,
         topk=case.indices.shape[1],
     )
-    layout = list(LAYOUTS).index(case.layout)
-    error = emulator.decode(ctypes.byref(call), layout, workspace.data_ptr(), case.batch_invariant, wide)
+    layout, form = list(LAYOUTS).index(case.layout), WIDE if wide else NARROW
+    error = emulator.decode(ctypes.byref(call), layout, workspace.data_ptr(), case.batch_invariant, form)
     if error:
         raise RuntimeError(error.decode())
     assert (workspace[size:] == GUARD).all(), "written beyond the workspace"

@@ -88,6 +88,13 @@ inline __half2 __half2half2(__half x) { return {x, x}; }
 inline float2 __half22float2(__half2 x) { return {fp16_value(x.x.bits), fp16_value(x.y.bits)}; }
 inline __half __hmax(__half a, __half b) { return {fp16_bits(std::fmax(fp16_value(a.bits), fp16_value(b.bits)))}; }
 inline __half2 __hmax2(__half2 a, __half2 b) { return {__hmax(a.x, b.x), __hmax(a.y, b.y)}; }
+struct __nv_bfloat162 {
+  __nv_bfloat16 x, y;
+};
+inline __nv_bfloat16 __hmax(__nv_bfloat16 a, __nv_bfloat16 b) {
+  return {bf16_bits(std::fmax(bf16_value(a.bits), bf16_value(b.bits)))};
+}
+inline __nv_bfloat162 __hmax2(__nv_bfloat162 a, __nv_bfloat162 b) { return {__hmax(a.x, b.x), __hmax(a.y, b.y)}; }
 inline bool __hble2(__half2 a, __half2 b) {
   return fp16_value(a.x.bits) <= fp16_value(b.x.bits) && fp16_value(a.y.bits) <= fp16_value(b.y.bits);
 }
@@ -102,6 +109,10 @@ inline bool __any_sync(uint32_t, bool predicate) { return warp_ballot(predicate)
 inline void __syncwarp() { warp_ballot(true); }
 inline uint32_t __shfl_sync(uint32_t, uint32_t x, int lane) { return warp_read(x, lane); }
 inline uint32_t __shfl_xor_sync(uint32_t, uint32_t x, int other) { return warp_read(x, threadIdx.x % 32 ^ other); }
+inline unsigned long long __shfl_sync(uint32_t, unsigned long long x, int lane) {
+  const uint32_t low = warp_read(static_cast<uint32_t>(x), lane);
+  return static_cast<unsigned long long>(warp_read(static_cast<uint32_t>(x >> 32), lane)) << 32 | low;
+}
 inline float __shfl_sync(uint32_t, float x, int lane) { return __uint_as_float(warp_read(__float_as_uint(x), lane)); }
 inline float __shfl_xor_sync(uint32_t, float x, int other) {
   return __uint_as_float(warp_read(__float_as_uint(x), threadIdx.x % 32 ^ other));

@@ -60,6 +60,13 @@ struct Copy {
   uint32_t barrier;
 };
 
+// A word on its way to shared memory, for the thread that sent for it.
+struct Word {
+  uint32_t target;
+  const void* source;  // null: zeros
+  int bytes;
+};
+
 struct Block {
   std::vector<ucontext_t> fibers;
   std::vector<bool> done;
@@ -68,6 +75,7 @@ struct Block {
   std::map<int, Gathering> gatherings;
   std::map<uint32_t, Barrier> barriers;
   std::vector<Copy> copies;
+  std::vector<std::vector<Word>> words;
   ucontext_t scheduler;
   int current = 0;
   bool progress = false;
@@ -204,6 +212,7 @@ void run_block(uint32_t index, int threads, size_t shared, void (*thread)(void*)
   here.done.assign(threads, false);
   here.waits_for.assign(threads, nullptr);
   here.warps.resize(threads / 32);
+  here.words.resize(threads);
   here.shared = shared;
   here.thread = thread;
   here.argument = argument;
@@ -240,6 +249,9 @@ void run_block(uint32_t index, int threads, size_t shared, void (*thread)(void*)
     if (!all_done && !here.progress && !waits_for_copies) throw std::logic_error("every thread of the block waits");
   }
   if (!here.copies.empty()) throw std::logic_error("a block ended before its copies");
+  for (const auto& words : here.words) {
+    if (!words.empty()) throw std::logic_error("a thread ended before its words had come");
+  }
   // What a block was launched with is all that its threads can share out.
   if (here.registers > 65536 / threads / 8 * 8 * threads) throw std::logic_error("more registers than the block has");
   end_products();
@@ -310,6 +322,19 @@ void copy_to_shared(uint32_t target, const void* source, int bytes, uint32_t bar
   block->copies.push_back({target, source, bytes, barrier});
 }
 
+void copy_word(uint32_t target, const void* source, bool present, int bytes) {
+  if (target % bytes || reinterpret_cast<uintptr_t>(source) % bytes) throw std::logic_error("a misaligned word");
+  block->words[threadIdx.x].push_back({target, present ? source : nullptr, bytes});
+}
+
+// Until it is waited for, a word has not come.
+void wait_for_words() {
+  auto& words = block->words[threadIdx.x];
+  constexpr uint8_t kZeros[16] = {};
+  for (const Word& word : words) store_shared(word.target, word.source ? word.source : kZeros, word.bytes);
+  words.clear();
+}
+
 Matrices load_matrices(uint32_t row) {
   const auto rows = exchange<1>({row})[0];
   const int lane = threadIdx.x % 32;
@@ -357,13 +382,14 @@ uint32_t e4m3_pair_to_fp16(uint16_t codes) {
 
 // Returns null, or what went wrong.
 extern "C" __attribute__((visibility("default"))) const char* emulate_sparse_ckv_decode(
-    const torch_sparse_mla::SparseCkvDecode* call, int layout, void* workspace, bool batch_invariant, bool wide) {
+    const torch_sparse_mla::SparseCkvDecode* call, int layout, void* workspace, bool batch_invariant, int form) {
   static std::string message;
   try {
     torch_sparse_mla::SparseCkvDecode complete = *call;
     complete.layout = torch_sparse_mla::kRecordLayouts[layout];
     if (const char* reason = torch_sparse_mla::sm90_unsupported(complete, 0)) return reason;
-    torch_sparse_mla::sparse_ckv_decode_sm90(complete, workspace, batch_invariant, wide, 0, nullptr);
+    torch_sparse_mla::sparse_ckv_decode_sm90(complete, workspace, batch_invariant,
+                                             static_cast<torch_sparse_mla::Sm90Form>(form), 0, nullptr);
     return nullptr;
   } catch (const std::exception& error) {
     message = error.what();

@@ -27,11 +27,17 @@ void barrier_arrive_expecting(uint32_t barrier, int bytes);
 inline void barrier_arrive(uint32_t barrier) { barrier_arrive_expecting(barrier, 0); }
 void barrier_wait(uint32_t barrier, uint32_t parity);
 void copy_to_shared(uint32_t target, const void* source, int bytes, uint32_t barrier);
-inline void prefetch_to_l2(const void* source, int bytes) {
-  if (reinterpret_cast<uintptr_t>(source) % 16 || bytes % 16) throw std::logic_error("a misaligned prefetch");
+inline void prefetch_to_l2(const void* source) {
   // Beyond what may be read, this ends the process.
-  volatile char first = static_cast<const char*>(source)[0], last = static_cast<const char*>(source)[bytes - 1];
+  volatile char byte = *static_cast<const char*>(source);
 }
+void copy_word(uint32_t target, const void* source, bool present, int bytes);
+template <int kBytes>
+void copy_word(uint32_t target, const void* source, bool present) {
+  static_assert(kBytes == 16 || kBytes == 4);
+  copy_word(target, source, present, kBytes);
+}
+void wait_for_words();
 void store_shared(uint32_t at, const void* source, uint32_t bytes);
 template <class Word>
 void store_shared(uint32_t at, Word x) {
