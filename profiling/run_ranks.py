@@ -232,8 +232,8 @@ def _test_command(options: argparse.Namespace, junit: Path) -> list[str]:
     files = {path for path in (ROOT / "tests").rglob("test_*.py") if "processes" in path.name}
     files |= {path for path in (ROOT / "tests").rglob("test_*.py") if "mark.multigpu" in path.read_text()}
     marker = "gpu or multigpu" if options.device == "cuda" else "not gpu and not multigpu"
-    # Most of a test is the start of its processes; but ranks of many tests at once would wait for one another's GPUs.
-    workers = ["-n", "4", "--dist", "worksteal"] if importlib.util.find_spec("xdist") else []
+    # Ranks of several tests at once share the GPUs; more than two tests would wait for one another.
+    workers = ["-n", "2", "--dist", "worksteal"] if importlib.util.find_spec("xdist") else []
     return [
         sys.executable,
         "-m",

@@ -14,7 +14,7 @@ from torch_sparse_mla.dcp.rank import Rank
 from torch_sparse_mla.dcp.steps import finish
 from torch_sparse_mla.records import LAYOUTS
 
-from ..exchange.processes import run_ranks
+from ..exchange.processes import in_turn, run_ranks
 from .cases import COSTS, Model, Shape, fill_context, make_rank, rank_steps, run_step, select, step_lengths
 
 pytestmark = pytest.mark.gpu
@@ -103,15 +103,19 @@ def replay(model, step, shape, own, generator):
         channel.check()
 
 
-@pytest.mark.parametrize("strategy", ["owner_merge", "exchange_bulk", "peer_read", "auto"])
-def test_two_processes_share_a_gpu(strategy, ranks):
-    options = {"device": "cuda", "costs": None if strategy == "auto" else COSTS}
-    results = ranks(2, eager_then_captured, Shape(world=2), strategy, options)
-    assert len({chosen for chosen, _ in results}) == 1
-    assert strategy in ("auto", results[0][0])
-    for _, explained in results:
-        assert {channel["transport"] for channel in explained["channels"]} == {"direct"}
-        assert ("peer_read" in explained["not_considered"]) == (strategy not in ("auto", "peer_read"))
+def options_of(strategy, **more):
+    return {"device": "cuda", "costs": None if strategy == "auto" else COSTS} | more
+
+
+def test_two_processes_share_a_gpu(ranks):
+    shape, strategies = Shape(world=2), ("owner_merge", "exchange_bulk", "peer_read", "auto")
+    jobs = [(eager_then_captured, shape, strategy, options_of(strategy)) for strategy in strategies]
+    for strategy, results in zip(strategies, zip(*ranks(2, in_turn, jobs), strict=True), strict=True):
+        assert len({chosen for chosen, _ in results}) == 1
+        assert strategy in ("auto", results[0][0])
+        for _, explained in results:
+            assert {channel["transport"] for channel in explained["channels"]} == {"direct"}
+            assert ("peer_read" in explained["not_considered"]) == (strategy not in ("auto", "peer_read"))
 
 
 def cache_of_ones_own(rank, shape):
@@ -184,34 +188,28 @@ def test_one_rank_of_nccl(tmp_path):
         dist.destroy_process_group()
 
 
-@pytest.mark.multigpu
-def test_moves_over_nccl(ranks):
-    ranks(2, moves_over_nccl, 2, backend="nccl")
+OWNER_MERGES = {
+    "auto": ("auto", COSTS),
+    "auto-measured": ("auto", None),
+    "auto-nccl": ("auto", dataclasses.replace(COSTS, moves_us=2.0, moves_nccl_us=1.0)),
+    "collective": ("collective", COSTS),
+}
 
 
 @pytest.mark.multigpu
-@pytest.mark.parametrize(
-    ("transport", "costs"),
-    [
-        ("auto", COSTS),
-        ("auto", None),
-        ("auto", dataclasses.replace(COSTS, moves_us=2.0, moves_nccl_us=1.0)),
-        ("collective", COSTS),
-    ],
-    ids=["auto", "auto-measured", "auto-nccl", "collective"],
-)
-def test_owner_merge_on_two_gpus(transport, costs, ranks):
-    options = {"device": "cuda", "transport": transport, "costs": costs}
-    results = ranks(2, eager_then_captured, Shape(world=2), "owner_merge", options, backend="nccl")
-    for _, explained in results:
-        ways = [row["over"] for row in explained["table"] if row["strategy"] == "owner_merge"]
-        two = transport == "auto" and (costs is None or costs.moves_nccl_us is not None)
-        assert ways == (["channel", "nccl"] if two else ["channel"])
-        assert explained["over"] == results[0][1]["over"]
-
-
-@pytest.mark.multigpu
-@pytest.mark.parametrize("strategy", ["exchange_bulk", "peer_read", "auto"])
-def test_two_gpus(strategy, ranks):
-    options = {"device": "cuda", "costs": None if strategy == "auto" else COSTS}
-    ranks(2, eager_then_captured, Shape(world=2), strategy, options, backend="nccl")
+def test_two_gpus(ranks):
+    """The moves over NCCL, owner_merge over either, and the other strategies."""
+    shape = Shape(world=2)
+    jobs = [(moves_over_nccl, 2)]
+    jobs += [
+        (eager_then_captured, shape, "owner_merge", options_of("owner_merge", transport=transport, costs=costs))
+        for transport, costs in OWNER_MERGES.values()
+    ]
+    jobs += [(eager_then_captured, shape, name, options_of(name)) for name in ("exchange_bulk", "peer_read", "auto")]
+    _, *results = zip(*ranks(2, in_turn, jobs, backend="nccl"), strict=True)
+    for (transport, costs), of_ranks in zip(OWNER_MERGES.values(), results, strict=False):
+        for _, explained in of_ranks:
+            ways = [row["over"] for row in explained["table"] if row["strategy"] == "owner_merge"]
+            two = transport == "auto" and (costs is None or costs.moves_nccl_us is not None)
+            assert ways == (["channel", "nccl"] if two else ["channel"])
+            assert explained["over"] == of_ranks[0][1]["over"]

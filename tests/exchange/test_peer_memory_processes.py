@@ -11,7 +11,7 @@ from torch_sparse_mla import ExchangeError, ce_exchange_layers, ce_exchange_star
 
 from .captured import Reader, capture, put, ready, warm_up, wrong_bytes
 from .cases import Shape, make_channel, make_rank, make_step
-from .processes import die, run_ranks
+from .processes import die, in_turn, run_ranks
 
 SHAPE = {"requests": 2, "rows_per_request": 2, "topk": 32, "tokens": 128, "record_bytes": 656}
 TIMEOUT_S = 20.0
@@ -78,14 +78,6 @@ def eager_and_captured(rank, shape, transport):
     return result
 
 
-@pytest.mark.gpu
-@pytest.mark.parametrize("world", [2, 4])
-def test_processes_match_the_selection(world, transport, ranks):
-    results = ranks(world, eager_and_captured, Shape(world=world, **SHAPE), transport)
-    assert [wrong for wrong, _ in results] == [0] * world
-    assert {explained["transport"] for _, explained in results} == {transport}
-
-
 def sets_that_peers_write(rank, shape):
     """Returns wrong bytes, and whether the last exchange went straight into a set."""
     use_gpu(rank)
@@ -114,19 +106,16 @@ def sets_that_peers_write(rank, shape):
     return result
 
 
-@pytest.mark.gpu
-@pytest.mark.parametrize("world", [2, 4])
-def test_sets_that_peers_write_hold_until_they_are_read(world, ranks):
-    assert ranks(world, sets_that_peers_write, Shape(world=world, **SHAPE)) == [(0, True)] * world
+def assert_right(results, transport):
+    assert [wrong for wrong, _ in results] == [0] * len(results)
+    assert {explained["transport"] for _, explained in results} == {transport}
 
 
 @pytest.mark.multigpu
 @pytest.mark.parametrize("transport", ["collective"], indirect=True)
 def test_processes_with_a_gpu_each_match_the_selection(transport, ranks):
     """Over NCCL, which wants a GPU for every rank."""
-    results = ranks(2, eager_and_captured, Shape(world=2, **SHAPE), transport)
-    assert [wrong for wrong, _ in results] == [0] * 2
-    assert {explained["transport"] for _, explained in results} == {transport}
+    assert_right(ranks(2, eager_and_captured, Shape(world=2, **SHAPE), transport), transport)
 
 
 @pytest.mark.gpu
@@ -170,12 +159,22 @@ def two_channels(rank, shape, transport):
             channel.check()
             case.assert_arrived(step)
     dist.barrier()
+    for _, channel, _ in lanes:
+        channel.close()
 
 
 @pytest.mark.gpu
-def test_two_channels_on_two_streams(transport, ranks):
-    """Ranks issue the two in different order: neither waits for the other."""
-    ranks(2, two_channels, Shape(world=2, **SHAPE), transport)
+@pytest.mark.parametrize("world", [2, 4])
+def test_processes_match_the_selection(world, ranks):
+    """Over either transport; in sets that peers write until they are read; and with two channels on two streams, which
+    ranks issue in different order: neither waits for the other."""
+    shape = Shape(world=world, **SHAPE)
+    jobs = [(eager_and_captured, shape, "direct"), (eager_and_captured, shape, "ce"), (sets_that_peers_write, shape)]
+    jobs += [(two_channels, shape, "direct"), (two_channels, shape, "ce")]
+    direct, ce, sets, *_ = zip(*ranks(world, in_turn, jobs), strict=True)
+    assert_right(direct, "direct")
+    assert_right(ce, "ce")
+    assert sets == ((0, True),) * world
 
 
 def one_rank_missing(rank, shape, transport, how):
