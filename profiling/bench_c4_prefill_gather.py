@@ -120,18 +120,11 @@ def _measure_between(session: harness.Session, shape: GatherShape, ranks: Proces
     makers = {name: partial(Gatherer, chunk, name, placed=name == "direct") for name in names}
     made = made_by_all(session, shape, ranks, makers | {"collectives": partial(Collectives, chunk, ranks)})
     floor_us = chunk.received_bytes / rate * 1e-6 if rate else None
-    before = len(session.cases)
-    session.measure(shape, [c for one in made for c in one.contenders()], chunk.num_sets, floor_us)
-    note_link_share(session.cases[before:])
-    for one in made:
-        one.close()
-
-
-def note_link_share(cases: list[dict]) -> None:
-    """Where the floor is the link's: the bytes that a rank has to receive, by the time, by the link's rate."""
-    for case in cases:
-        if case["floor_us"]:
-            case["link_share"] = round(case["floor_us"] / case["us"], 4)
+    try:
+        session.measure(shape, [c for one in made for c in one.contenders()], chunk.num_sets, floor_us)
+    finally:
+        for one in made:
+            one.close()
 
 
 def remapping(shape: GatherShape, device: torch.device) -> Contender:

@@ -243,7 +243,7 @@ def _test_command(options: argparse.Namespace, junit: Path) -> list[str]:
         "-m",
         marker,
         *workers,
-        "--timeout=100",
+        "--timeout=130",
         f"--junit-xml={junit}",
         *sorted(str(path.relative_to(ROOT)) for path in files),
     ]

@@ -48,12 +48,14 @@ EXPORT int64_t torch_sparse_mla_decode_workspace_bytes(int64_t rows, int64_t hea
   return sparse_ckv_decode_workspace_bytes(rows, heads, topk, batch_invariant);
 }
 
-// Returns the parts of a row, negative in the wide form. `form` is a Sm90Form, `layout` the number of a layout.
-EXPORT int64_t torch_sparse_mla_sm90_parts(int64_t rows, int64_t heads, int64_t topk, int layout, bool batch_invariant,
-                                           int form) {
+// Returns the parts of a row, and whether they are made in the wide form. `form` is a Sm90Form, `layout` the number of
+// a layout.
+EXPORT int64_t torch_sparse_mla_sm90_plan(int64_t rows, int64_t heads, int64_t topk, int layout, bool batch_invariant,
+                                          int form, bool* wide) {
   const Storage latent = kRecordLayouts[layout].latent;
   const Sm90Plan plan = sm90_plan(rows, heads, topk, latent, batch_invariant, static_cast<Sm90Form>(form));
-  return plan.wide ? -plan.splits : plan.splits;
+  *wide = plan.wide;
+  return plan.splits;
 }
 
 // Returns true and the stream, or false and the reason.

@@ -57,7 +57,7 @@ Sm90Form wanted_form() {
   if (flag == "narrow") return Sm90Form::kNarrow;
   if (flag == "wide") return Sm90Form::kWide;
   // Of the values that the import accepted, 0 does not come here.
-  if (flag == "0" || flag == "1") return Sm90Form::kFaster;
+  if (flag == "0" || flag == "1") return Sm90Form::kByModel;
   throw std::invalid_argument("torch_sparse_mla: environment variable TORCH_SPARSE_MLA_NATIVE: got '" +
                               std::string(flag) + "'; allowed: 0, 1, narrow or wide");
 }

@@ -25,10 +25,10 @@ using WideSums = float[2 * kChunkLatents / 8][4];
 
 // ---- consumers
 
-// In loops: code that runs for the first time is waited for, longer than a loop's turns take. So it is where results
-// are stored.
+// In loops that are not unrolled, as where results are stored: a block runs this once, and would wait for instructions.
 template <int kLayout, class QueryT, class Shared>
 TSM_DEVICE void store_queries(const AttendParams& p, const WidePart& part, Shared& shared) {
+  using Wide = WideQuery<kLayout, QueryT>;
   constexpr int kTogether = 4;
   const int lane = threadIdx.x % 32, first = threadIdx.x / 32 * kHeadsPerQueryWarp;
   const uint16_t* row = p.q + part.row * p.q_row_stride;
@@ -37,21 +37,20 @@ TSM_DEVICE void store_queries(const AttendParams& p, const WidePart& part, Share
     const int head = part.head_tile * kWideHeads + first + i;
     const bool present = head < p.heads;
     const uint16_t* source = present ? row + head * Records<kLayout>::kQueryDim : row;
-    WideQuery<kLayout, QueryT>(shared.queries, first + i, lane).fetch(source, p.q_aligned, present, lane);
+    Wide(shared.queries, first + i, lane).fetch(source, p.q_aligned, present, lane);
   }
   wait_for_words();
-  using Query = WideQuery<kLayout, QueryT>;
 #pragma unroll 1
   for (int base = first; base < first + kHeadsPerQueryWarp; base += kTogether) {
     float factors[kTogether], rope_factors[kTogether];
-    typename Query::Numbers numbers[kTogether];
+    typename Wide::Numbers numbers[kTogether];
 #pragma unroll
-    for (int i = 0; i < kTogether; ++i) Query(shared.queries, base + i, lane).read(numbers[i]);
+    for (int i = 0; i < kTogether; ++i) Wide(shared.queries, base + i, lane).read(numbers[i]);
 #pragma unroll
     for (int i = 0; i < kTogether; ++i) numbers[i].convert(p.scale_log2, factors[i], rope_factors[i]);
 #pragma unroll
     for (int i = 0; i < kTogether; ++i) {
-      Query(shared.queries, base + i, lane).write(numbers[i]);
+      Wide(shared.queries, base + i, lane).write(numbers[i]);
       if (lane == 0) shared.factor[base + i] = factors[i], shared.rope_factor[base + i] = rope_factors[i];
     }
   }

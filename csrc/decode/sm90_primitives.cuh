@@ -64,9 +64,11 @@ TSM_DEVICE void prefetch_to_l2(const void* source) {
   asm volatile("prefetch.global.L2 [%0];" ::"l"(source) : "memory");
 }
 
-// ---- copies of single words to shared memory, which no register waits for
+// ---- words of shared memory
 
-// Copies kBytes, or writes zeros if they are not `present`.
+// Begins to copy kBytes, to which both addresses are aligned, or to write zeros if they are not `present`. As an
+// ordinary store, it needs fence_async_proxy before the copy engine or wgmma reads it. No register holds what is on its
+// way.
 template <int kBytes>
 TSM_DEVICE void copy_word(uint32_t target, const void* source, bool present) {
   static_assert(kBytes == 16 || kBytes == 4);
@@ -79,7 +81,7 @@ TSM_DEVICE void copy_word(uint32_t target, const void* source, bool present) {
   }
 }
 
-// Waits for this thread's.
+// Waits for this thread's copies of words, which then are visible to this thread.
 TSM_DEVICE void wait_for_words() { asm volatile("cp.async.wait_all;" ::: "memory"); }
 
 TSM_DEVICE void store_shared(uint32_t at, uint4 x) {

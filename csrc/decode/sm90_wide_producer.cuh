@@ -61,14 +61,15 @@ struct Unpacker {
   static constexpr int kRopeLanes = kRopeDim / 8;
   static constexpr int kRopeLoads = kPairs * 2 * kRopeLanes / 32;
   static_assert(kTokensPerUnpacker * kRopeLanes % 32 == 0);
-  // What is copied begins here: the end of a record, or all of it.
+  // What is copied, but for scales, which lie beside codes: all of a record, its end or nothing.
   static constexpr int kCopiedOffset = kCopiesLatents ? 0 : kCopiesRope ? R::kRopeOffset : R::kBytes;
   static constexpr int kScaleRows = Shared::kScaleRows;
 
+  // Latents that are copied have no codes: of any type, and unused.
   using Latents = PackedLatents<kCopiesLatents ? Storage::kE4m3 : R::kLatent>[2];
   struct Codes {
     Latents latents[kAhead];
-    PackedRope<Storage::kE4m3> rope[kRopeLoads];
+    PackedRope rope[kRopeLoads];
   };
 
   const AttendParams& p;

@@ -92,7 +92,7 @@ TSM_DEVICE Word load_record(const uint8_t* at) {
   return __ldcg(reinterpret_cast<const Word*>(at));
 }
 
-// Sixteen latents of a record, as they are stored.
+// Sixteen latents of a record that holds codes.
 template <Storage kLatent>
 struct PackedLatents;
 
@@ -129,34 +129,12 @@ struct PackedLatents<Storage::kE2m1> {
   }
 };
 
-template <>
-struct PackedLatents<Storage::kBf16> {
-  Unit16 numbers[2] = {{make_uint4(0, 0, 0, 0)}, {make_uint4(0, 0, 0, 0)}};
-
-  template <int kLayout>
-  TSM_DEVICE void load(const uint8_t* record, int sixteen) {
-    numbers[0].words = load_record<uint4>(record + 32 * sixteen);
-    numbers[1].words = load_record<uint4>(record + 32 * sixteen + 16);
-  }
-  TSM_DEVICE void unpack(Unit16 (&units)[2]) const { units[0] = numbers[0], units[1] = numbers[1]; }
-};
-
-// Eight numbers of a RoPE part, as they are stored.
-template <Storage kRope>
+// Eight numbers of an e4m3 RoPE part.
 struct PackedRope {
-  static constexpr bool kBf16 = kRope == Storage::kBf16;
-  std::conditional_t<kBf16, uint4, uint2> codes = {};
+  uint2 codes = make_uint2(0, 0);
 
-  TSM_DEVICE void load(const uint8_t* rope, int eight) {
-    codes = load_record<decltype(codes)>(rope + sizeof(codes) * eight);
-  }
-  TSM_DEVICE Unit16 unpack() const {
-    if constexpr (kBf16) {
-      return {codes};
-    } else {
-      return unpack_e4m3(codes);
-    }
-  }
+  TSM_DEVICE void load(const uint8_t* rope, int eight) { codes = load_record<uint2>(rope + 8 * eight); }
+  TSM_DEVICE Unit16 unpack() const { return unpack_e4m3(codes); }
 };
 
 // ---- queries
@@ -199,7 +177,7 @@ struct WideQuery {
     if constexpr (kHasRope) rope = columns[kRopeColumn] + swizzled_offset(head, lane / 4) + lane % 4 * 4;
   }
 
-  // Sends for the numbers, to where the operand will be. `source` is aligned for vector loads or not at all.
+  // Starts copies of the numbers to where the operand will be. `source` is aligned for vector loads or not at all.
   TSM_DEVICE void fetch(const uint16_t* source, bool aligned, bool present, int lane) const {
 #pragma unroll
     for (int i = 0; i < 2; ++i) fetch_words<4>(latents[i], source + 16 * lane + 8 * i, aligned, present);
@@ -271,7 +249,7 @@ struct WideQuery {
         store_shared(shared_address(latents[i]), make_uint4(x[0], x[1], x[2], x[3]));
       }
 #pragma unroll
-      for (int term = 0; kHasRope && term < kRopeTerms; ++term) {
+      for (int term = 0; term < kRopeTerms; ++term) {
         store_shared(shared_address(rope) + term * kQueryColumnBytes, numbers.rope[term]);
       }
     }

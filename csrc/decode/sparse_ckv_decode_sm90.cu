@@ -100,25 +100,26 @@ AttendKernel attend_kernel() {
   }
 }
 
-template <int kLayout, class QueryT, bool kWide>
-void launch_attend(const sm90::AttendParams& params, int64_t rows, int device, cudaStream_t stream) {
-  const AttendKernel attend = attend_kernel<kLayout, QueryT, kWide>();
-  // The opt-in to more shared memory belongs to a device's context, as loaded kernels do.
+// Once for each device: the opt-in to more shared memory belongs to its context, as loaded kernels do. Both forms: the
+// one that this call does not run, another may, in a graph that is being captured.
+template <int kLayout, class QueryT>
+void load_kernels(int device) {
   static std::atomic<bool> ready[kMaxDevices];
-  if (device >= kMaxDevices || !ready[device]) {
+  if (device < kMaxDevices && ready[device]) return;
+  for (const AttendKernel& attend : {attend_kernel<kLayout, QueryT, false>(), attend_kernel<kLayout, QueryT, true>()}) {
     check_cuda(cudaFuncSetAttribute(attend.kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, attend.shared_bytes),
                "cudaFuncSetAttribute");
-    load_merge_kernels();
-    if (device < kMaxDevices) ready[device] = true;
   }
-  const int64_t blocks = rows * params.head_tiles * params.splits;
-  launch(attend.kernel, blocks, attend.threads, attend.shared_bytes, stream, params);
+  load_merge_kernels();
+  if (device < kMaxDevices) ready[device] = true;
 }
 
 template <int kLayout, class QueryT>
 void launch_form(const sm90::AttendParams& params, int64_t rows, bool wide, int device, cudaStream_t stream) {
-  const auto form = wide ? launch_attend<kLayout, QueryT, true> : launch_attend<kLayout, QueryT, false>;
-  form(params, rows, device, stream);
+  load_kernels<kLayout, QueryT>(device);
+  const AttendKernel attend = wide ? attend_kernel<kLayout, QueryT, true>() : attend_kernel<kLayout, QueryT, false>();
+  const int64_t blocks = rows * params.head_tiles * params.splits;
+  launch(attend.kernel, blocks, attend.threads, attend.shared_bytes, stream, params);
 }
 
 template <int kLayout>
@@ -157,7 +158,7 @@ void set_page_size(sm90::AttendParams& params, int64_t page_size) {
   params.page_multiplier = static_cast<uint32_t>(((uint64_t{1} << 32) * ((uint64_t{1} << shift) - size)) / size + 1);
 }
 
-sm90::AttendParams attend_params(const SparseCkvDecode& call, int64_t splits, bool batch_invariant, bool wide) {
+sm90::AttendParams attend_params(const SparseCkvDecode& call, const Sm90Plan& plan, bool batch_invariant) {
   sm90::AttendParams params = {};
   params.q = static_cast<const uint16_t*>(call.q);
   params.q_row_stride = call.q_row_stride;
@@ -176,8 +177,8 @@ sm90::AttendParams attend_params(const SparseCkvDecode& call, int64_t splits, bo
   params.scale_log2 = static_cast<float>(call.softmax_scale * 1.4426950408889634);
   params.heads = call.heads;
   params.topk = call.topk;
-  params.splits = static_cast<int>(splits);
-  params.head_tiles = static_cast<int>(ceil_div(call.heads, (wide ? kSm90Wide : kSm90Narrow).heads));
+  params.splits = static_cast<int>(plan.splits);
+  params.head_tiles = static_cast<int>(ceil_div(call.heads, (plan.wide ? kSm90Wide : kSm90Narrow).heads));
   params.tokens_per_split = batch_invariant ? static_cast<int>(kInvariantTokensPerSplit) : 0;
   return params;
 }
@@ -238,10 +239,9 @@ void sparse_ckv_decode_sm90(const SparseCkvDecode& call, void* workspace, bool b
   static_assert(kSm90Wide.heads == sm90::kWideHeads && kSm90Wide.tile_tokens == sm90::kWideTokens);
   const CurrentDevice current(device);
   const auto cuda_stream = static_cast<cudaStream_t>(stream);
-  const auto [wide, splits, clocks] =
-      sm90_plan(call.rows, call.heads, call.topk, call.layout.latent, batch_invariant, form);
+  const Sm90Plan plan = sm90_plan(call.rows, call.heads, call.topk, call.layout.latent, batch_invariant, form);
   const int64_t step = rows_per_launch(call.rows, call.heads, call.topk, batch_invariant);
-  sm90::AttendParams params = attend_params(call, splits, batch_invariant, wide);
+  sm90::AttendParams params = attend_params(call, plan, batch_invariant);
   for (int64_t first = 0; first < call.rows; first += step) {
     const int64_t rows = std::min(step, call.rows - first);
     const int64_t results = first * call.heads;
@@ -250,9 +250,9 @@ void sparse_ckv_decode_sm90(const SparseCkvDecode& call, void* workspace, bool b
     params.lengths = call.lengths ? call.lengths + first : nullptr;
     params.out = static_cast<char*>(call.out) + results * kLatentDim * element_bytes(call.out_type);
     params.lse = static_cast<float*>(call.lse) + results;
-    if (splits > 1) params.partials = partials_in(workspace, rows * splits * call.heads);
-    launch_named(call.layout, params, call.q_type, rows, wide, device, cuda_stream);
-    if (splits > 1) launch_merge(params, rows, cuda_stream);
+    if (plan.splits > 1) params.partials = partials_in(workspace, rows * plan.splits * call.heads);
+    launch_named(call.layout, params, call.q_type, rows, plan.wide, device, cuda_stream);
+    if (plan.splits > 1) launch_merge(params, rows, cuda_stream);
   }
 }
 

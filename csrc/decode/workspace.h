@@ -45,34 +45,37 @@ struct Sm90Blocks {
   int64_t wave_clocks;  // of a block beside its tiles
   int64_t merge_part_clocks;
 };
-// Fitted to times measured on an H200; a test looks at those that are committed. Records that are not e4m3 take longer
-// in the narrow form.
+// Fitted to times measured on an H200: a test holds the choice between the forms against those that are committed.
 inline constexpr Sm90Blocks kSm90Narrow = {kHeadsPerTile, 32, 2, 1350, 7000, 45};
-inline constexpr int64_t kOtherTileClocks = 1950;
 inline constexpr Sm90Blocks kSm90Wide = {kWideHeadsPerTile, kWideTokensPerTile, 1, 4400, 14500, 60};
+// What unpacking records that are not e4m3 makes of a tile in the narrow form.
+inline constexpr int64_t kNarrowTileClocksOfOthers = 1950;
 
-// The form that a call is made in, where there are two: the faster one, or the one that is asked for.
-enum class Sm90Form { kFaster, kNarrow, kWide };
+// The form that a call is made in: the one that a model of clocks finds faster, or the one that is asked for.
+enum class Sm90Form { kByModel, kNarrow, kWide };
 
 struct Sm90Plan {
   bool wide;
   int64_t splits;
-  int64_t clocks;
+  int64_t clocks;  // by the model; 0 where splits are given
 };
 
 // Parts of at most `limit`: the fewest clocks by a count of waves over the multiprocessors of an H200.
 inline Sm90Plan fewest_clocks(bool wide, int64_t rows, int64_t heads, int64_t topk, Storage latent, int64_t limit) {
   constexpr int64_t kMultiprocessors = 132, kMergeClocks = 2600;
   const Sm90Blocks& kernel = wide ? kSm90Wide : kSm90Narrow;
-  const int64_t tile_clocks = wide || latent == Storage::kE4m3 ? kernel.tile_clocks : kOtherTileClocks;
+  const int64_t tile_clocks = wide || latent == Storage::kE4m3 ? kernel.tile_clocks : kNarrowTileClocksOfOthers;
   const int64_t blocks = rows * ceil_div(heads, kernel.heads), tiles = ceil_div(topk, kernel.tile_tokens);
   Sm90Plan best = {wide, 1, INT64_MAX};
-  for (int64_t splits = 1; splits <= std::min(limit, tiles); ++splits) {
+  // Of the counts of parts that leave as many rounds of tiles to each, the first is the best.
+  for (int64_t splits = 1; splits <= limit;) {
     const int64_t parts = blocks * splits, waves = ceil_div(parts, kMultiprocessors);
     const int64_t merge = splits > 1 ? kMergeClocks + kernel.merge_part_clocks * parts : 0;
     const int64_t rounds = ceil_div(ceil_div(tiles, splits), kernel.tiles_at_once);
     const int64_t clocks = waves * (rounds * kernel.tiles_at_once * tile_clocks + kernel.wave_clocks) + merge;
     if (clocks < best.clocks) best.splits = splits, best.clocks = clocks;
+    if (rounds <= 1) break;
+    splits = ceil_div(tiles, (rounds - 1) * kernel.tiles_at_once);
   }
   return best;
 }

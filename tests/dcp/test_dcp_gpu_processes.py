@@ -205,9 +205,14 @@ def test_two_gpus(ranks):
         (eager_then_captured, shape, "owner_merge", options_of("owner_merge", transport=transport, costs=costs))
         for transport, costs in OWNER_MERGES.values()
     ]
-    jobs += [(eager_then_captured, shape, name, options_of(name)) for name in ("exchange_bulk", "peer_read", "auto")]
+    others_asked = ("exchange_bulk", "peer_read", "auto")
+    jobs += [(eager_then_captured, shape, name, options_of(name)) for name in others_asked]
     _, *results = zip(*ranks(2, in_turn, jobs, backend="nccl"), strict=True)
-    for (transport, costs), of_ranks in zip(OWNER_MERGES.values(), results, strict=False):
+    merges, others = results[: len(OWNER_MERGES)], results[len(OWNER_MERGES) :]
+    for strategy, of_ranks in zip(others_asked, others, strict=True):
+        assert len({chosen for chosen, _ in of_ranks}) == 1
+        assert strategy in ("auto", of_ranks[0][0])
+    for (transport, costs), of_ranks in zip(OWNER_MERGES.values(), merges, strict=True):
         for _, explained in of_ranks:
             ways = [row["over"] for row in explained["table"] if row["strategy"] == "owner_merge"]
             two = transport == "auto" and (costs is None or costs.moves_nccl_us is not None)

@@ -22,7 +22,7 @@ from torch_sparse_mla._ops import native_error, native_library
 from torch_sparse_mla.decode.contract import MAX_HEADS, MAX_TOPK, max_wide_splits, num_splits
 
 from .cases import DecodeCase, assert_accurate, assert_close_to, assert_same_bits, call, decode, make_case, with_outputs
-from .emulated_sm90 import FASTER, NARROW, WIDE
+from .emulated_sm90 import BY_MODEL, NARROW, WIDE
 from .rejections import assert_untouched, snapshot
 from .test_sparse_ckv_decode_errors import WRONG_FORM, WRONG_MEMORY, flatten, small_case
 
@@ -317,59 +317,56 @@ def test_workspace_bytes_equal_the_python_function(library):
         assert size(*sizes) == sparse_ckv_decode_workspace_bytes(*sizes), sizes
 
 
-@pytest.fixture
-def sm90_parts(library):
-    """Parts of a row, negative in the wide form, for rows, heads, top-k, layout, whether batch-invariant, and form."""
-    names = list(LAYOUTS)
-    function = library.torch_sparse_mla_sm90_parts
-    function.argtypes = (*[ctypes.c_int64] * 3, ctypes.c_int, ctypes.c_bool, ctypes.c_int)
-    function.restype = ctypes.c_int64
-
-    def parts(rows, heads, topk, layout="fp8_ds_mla", invariant=False, form=FASTER):
-        return function(rows, heads, topk, names.index(layout), invariant, form)
-
-    return parts
-
-
-def test_the_sm90_kernels_fit_the_workspace(sm90_parts):
+def test_the_sm90_kernels_fit_the_workspace(sm90_plan):
     """They make at most as many parts as the workspace is sized for, and at least one."""
     rows = [1, 2, 3, 5, 7, 8, 16, 33, 70, 100, 132, 133, 264, 265, 1000, 70_000]
     part_bytes = 512 * 2 + 4 * 4 + 4  # of one head: fp16 latents, a unit for each 128, an lse
     for sizes in itertools.product(rows, [1, 16, 17, 32, 64, MAX_HEADS], [1, 64, 65, 2048, 2051, MAX_TOPK]):
         size = sparse_ckv_decode_workspace_bytes(*sizes)
-        narrow, wide = (sm90_parts(*sizes, form=form) for form in (NARROW, WIDE))
-        assert 1 <= narrow <= num_splits(*sizes, False), sizes
-        assert (wide < 0) == (sizes[1] > 32), sizes
-        assert abs(wide) == 1 or 1 < abs(wide) <= size / (sizes[0] * sizes[1] * part_bytes), sizes
-        assert wide > 0 or -wide <= max_wide_splits(*sizes), sizes
-        assert sm90_parts(*sizes) in (narrow, wide), sizes
+        widest = WIDE if sizes[1] > 32 else NARROW
+        narrow, wide = (sm90_plan(*sizes, form=form) for form in (NARROW, WIDE))
+        assert narrow[0] == NARROW and 1 <= narrow[1] <= num_splits(*sizes, False), sizes
+        assert wide[0] == widest and wide[1] >= 1, sizes
+        assert wide[1] == 1 or wide[1] <= size / (sizes[0] * sizes[1] * part_bytes), sizes
+        assert widest == NARROW or wide[1] <= max_wide_splits(*sizes), sizes
+        assert sm90_plan(*sizes) in (narrow, wide), sizes
         # However many rows there are.
-        invariant = {form: sm90_parts(*sizes, invariant=True, form=form) for form in (FASTER, NARROW, WIDE)}
-        assert invariant[FASTER] == invariant[NARROW] == abs(invariant[WIDE]) == num_splits(*sizes, True), sizes
-        assert (invariant[WIDE] < 0) == (sizes[1] > 32), sizes
+        for form, expected in ((BY_MODEL, NARROW), (NARROW, NARROW), (WIDE, widest)):
+            assert sm90_plan(*sizes, invariant=True, form=form) == (expected, num_splits(*sizes, True)), sizes
 
 
-def test_the_sm90_kernels_make_the_parts_that_were_measured_as_fastest(sm90_parts):
-    """On one H200, with K = 2048."""
-    rows = (1, 2, 4, 8, 16, 32, 64, 128)
-    assert [sm90_parts(r, 16, 2048) for r in rows] == [32, 32, 16, 16, 8, 4, 2, 1]
-    assert [sm90_parts(r, 64, 2048) < 0 for r in rows] == [False] * 4 + [True] * 4
-    assert [sm90_parts(r, 128, 2048) < 0 for r in rows] == [False] * 3 + [True] * 5
-    assert [sm90_parts(r, 64, 2048, "nvfp4_ds_mla") < 0 for r in rows] == [False] * 3 + [True] * 5
+def test_the_sm90_kernels_take_the_parts_of_fewest_clocks(sm90_plan):
+    """Of all counts of parts, as the model in workspace.h has it, tried one by one."""
+
+    def clocks(rows, heads, topk, splits, wide):
+        head_tile, tokens, at_once, of_tile, of_wave, of_part = (
+            (64, 48, 1, 4400, 14500, 60) if wide else (16, 32, 2, 1350, 7000, 45)
+        )
+        parts, tiles = rows * -(-heads // head_tile) * splits, -(-topk // tokens)
+        rounds = -(-tiles // (splits * at_once))
+        merge = 2600 + of_part * parts if splits > 1 else 0
+        return -(-parts // 132) * (rounds * at_once * of_tile + of_wave) + merge
+
+    for sizes in itertools.product([1, 2, 3, 8, 30, 70, 200], [1, 16, 33, 64, MAX_HEADS], [1, 100, 512, 2051, 9000]):
+        for form, limit in ((NARROW, num_splits(*sizes, False)), (WIDE, max_wide_splits(*sizes))):
+            wide = form == WIDE and sizes[1] > 32
+            if form == WIDE and not wide:
+                continue
+            best = min(range(1, limit + 1), key=lambda splits: clocks(*sizes, splits, wide))
+            assert sm90_plan(*sizes, form=form)[1] == best, (sizes, form)
 
 
-def test_the_form_of_the_sm90_kernels_is_the_one_that_was_measured_as_faster(sm90_parts):
+def test_the_form_of_the_sm90_kernels_is_the_one_that_was_measured_as_faster(sm90_plan):
     """Of the committed results: the other form is faster by 5 % at most."""
-    cases = json.loads(MEASURED.read_text())["cases"]
     times = {}
-    for case in cases:
-        if case["impl"] in ("native-cuda-narrow", "native-cuda-wide") and case["rows_per_request"] == 1:
+    for case in json.loads(MEASURED.read_text())["cases"]:
+        form = {"native-cuda-narrow": NARROW, "native-cuda-wide": WIDE}.get(case["impl"])
+        if form is not None and case["mode"] == "graph" and case["rows_per_request"] == 1:
             sizes = tuple(case[key] for key in ("rows", "heads", "topk", "layout"))
-            times.setdefault(sizes, {})[case["impl"].rpartition("-")[2]] = case["us"]
+            times.setdefault(sizes, {})[form] = case["us"]
     assert len(times) > 20
     for sizes, measured in times.items():
-        chosen = "wide" if sm90_parts(*sizes) < 0 else "narrow"
-        assert measured[chosen] <= 1.05 * min(measured.values()), (sizes, measured)
+        assert measured[sm90_plan(*sizes)[0]] <= 1.05 * min(measured[NARROW], measured[WIDE]), (sizes, measured)
 
 
 def test_cuda_stream_is_an_error_without_cuda_and_never_stream_zero(library):

@@ -18,6 +18,7 @@ import torch
 from torch_sparse_mla import LAYOUTS
 from torch_sparse_mla.decode.contract import MAX_HEADS
 
+from ..ops.test_registration import run_python
 from . import emulated_sm90
 from .cases import (
     POISON_BYTE,
@@ -37,8 +38,9 @@ from .test_sparse_ckv_decode_memory import far_case
 every_layout = pytest.mark.parametrize("layout", LAYOUTS)
 
 
-CUDA_FORMS = [pytest.param(form, marks=pytest.mark.gpu) for form in ("op-cuda", "op-cuda-wide")]
-EMULATED_FORMS = ["emulated"]
+FORMS = {"narrow": emulated_sm90.NARROW, "wide": emulated_sm90.WIDE}
+CUDA_FORMS = [pytest.param(f"op-cuda-{form}", marks=pytest.mark.gpu) for form in FORMS]
+EMULATED_FORMS = ["emulated-narrow"]
 if os.environ.get("TORCH_SPARSE_MLA_TEST_EMULATED") == "all":
     EMULATED_FORMS.append("emulated-wide")
 
@@ -69,12 +71,12 @@ def attend_cuda(request, monkeypatch):
 
 
 def attend_of(request, monkeypatch) -> Attend:
-    wide = request.param.endswith("-wide")
-    if request.param.startswith("emulated"):
-        emulator = request.getfixturevalue("emulator")
-        return Attend(lambda case: emulated_sm90.run(emulator, with_outputs(case, case.out.dtype), wide), wide)
-    monkeypatch.setenv("TORCH_SPARSE_MLA_NATIVE", "wide" if wide else "narrow")
-    return Attend(lambda case: decode("op-cuda", case), wide)
+    where, _, form = request.param.rpartition("-")
+    if where == "emulated":
+        emulator, run = request.getfixturevalue("emulator"), emulated_sm90.run
+        return Attend(lambda case: run(emulator, with_outputs(case, case.out.dtype), FORMS[form]), form == "wide")
+    monkeypatch.setenv("TORCH_SPARSE_MLA_NATIVE", form)
+    return Attend(lambda case: decode("op-cuda", case), form == "wide")
 
 
 def holes(indices: torch.Tensor) -> None:
@@ -421,11 +423,11 @@ def with_misaligned_out(case: DecodeCase) -> DecodeCase:
     return dataclasses.replace(case, out=storage[1:].view(case.out.shape))
 
 
-@pytest.mark.parametrize("wide", [False, True])
-def test_misaligned_outputs_are_left_to_triton(emulator, wide):
+@pytest.mark.parametrize("form", FORMS.values(), ids=FORMS)
+def test_misaligned_outputs_are_left_to_triton(emulator, form):
     case = with_misaligned_out(make_case(rows=1, heads=33, topk=20))
     with pytest.raises(RuntimeError, match="an output that is not aligned to 16 bytes"):
-        emulated_sm90.run(emulator, case, wide)
+        emulated_sm90.run(emulator, case, form)
 
 
 def test_misaligned_outputs_are_written(attend_cuda):
@@ -433,3 +435,34 @@ def test_misaligned_outputs_are_written(attend_cuda):
     moved = with_misaligned_out(case.to("cuda"))
     call("op-cuda", "sparse_ckv_decode", moved.args())
     assert_accurate(case, moved.out.cpu(), moved.lse.cpu(), 3e-3)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("rows", "form"), [(2, "narrow"), (64, "wide")])
+def test_a_call_runs_in_the_form_that_the_model_chooses(monkeypatch, rows, form):
+    case = make_case(rows=rows, heads=64, topk=2048, edit_indices=holes)
+    monkeypatch.delenv("TORCH_SPARSE_MLA_NATIVE", raising=False)
+    chosen = decode("op-cuda", case)
+    monkeypatch.setenv("TORCH_SPARSE_MLA_NATIVE", form)
+    assert_same_bits(chosen, decode("op-cuda", case))
+
+
+FIRST_CALL_CAPTURED = """
+import torch, torch_sparse_mla
+from tests.decode.cases import assert_accurate, call, make_case
+torch_sparse_mla.warmup_sparse_ckv_decode(64, "fp8_ds_mla")
+case = make_case(rows=64, heads=64, topk=2048)
+moved = case.to("cuda")
+graph = torch.cuda.CUDAGraph()
+with torch.cuda.graph(graph):
+    call("op-cuda", "sparse_ckv_decode", moved.args())
+graph.replay()
+assert_accurate(case, moved.out.cpu(), moved.lse.cpu(), 3e-3)
+"""
+
+
+@pytest.mark.gpu
+def test_the_first_call_in_a_form_may_be_captured():
+    """Warming up loads the kernels of every form, whichever it runs."""
+    result = run_python(FIRST_CALL_CAPTURED, CUDA_MODULE_LOADING="LAZY")
+    assert result.returncode == 0, result.stderr

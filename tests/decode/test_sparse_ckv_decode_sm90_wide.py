@@ -22,7 +22,7 @@ HEADS = 33
 
 @pytest.fixture
 def attend(emulator):
-    return lambda case: emulated_sm90.run(emulator, with_outputs(case, case.out.dtype), wide=True)
+    return lambda case: emulated_sm90.run(emulator, with_outputs(case, case.out.dtype), emulated_sm90.WIDE)
 
 
 @pytest.mark.parametrize("heads", [HEADS, 64, 65, 128])
@@ -94,10 +94,23 @@ def test_addresses_beyond_32_bits(attend):
     assert_close_to(*attend(case), *oracle(near), 3e-3)
 
 
-def test_few_heads_run_in_the_usual_form(emulator):
+def test_few_heads_run_in_the_narrow_form(emulator):
     case = make_case(rows=1, heads=32, topk=20)
-    usual, wide = (emulated_sm90.run(emulator, with_outputs(case, case.out.dtype), wide) for wide in (False, True))
-    assert_same_bits(usual, wide)
+    narrow, wide = (
+        emulated_sm90.run(emulator, with_outputs(case, case.out.dtype), form)
+        for form in (emulated_sm90.NARROW, emulated_sm90.WIDE)
+    )
+    assert_same_bits(narrow, wide)
+
+
+def test_a_call_runs_in_the_form_that_the_model_chooses(emulator, sm90_plan):
+    case = make_case(rows=3, heads=128, topk=50)
+    form, _ = sm90_plan(3, 128, 50)
+    chosen, asked = (
+        emulated_sm90.run(emulator, with_outputs(case, case.out.dtype), which)
+        for which in (emulated_sm90.BY_MODEL, form)
+    )
+    assert_same_bits(chosen, asked)
 
 
 MISTAKES = {
@@ -113,6 +126,9 @@ MISTAKES = {
     "odd groups": "groups of rows that are no multiple of 1,024 bytes apart",
     "off its column": "an operand across rows that begins off a multiple of 1,024 bytes",
     "beyond memory": "an operand beyond the shared memory of the launch",
+    "word not waited for": "a thread ended before its words had come",
+    "word not fenced": "a product reads what its writer has not fenced",
+    "word misaligned": "a misaligned word",
 }
 
 

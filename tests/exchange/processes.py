@@ -54,6 +54,8 @@ def in_turn(rank: int, jobs: list[tuple]) -> list[object]:
     than most of what they do. Returns the results."""
     results = []
     for function, *arguments in jobs:
+        # A rank that hangs is killed: what it began last is then in the captured output.
+        print(f"rank {rank}: {function.__name__}{tuple(arguments)}", flush=True)
         try:
             results.append(function(rank, *arguments))
             dist.barrier()

@@ -130,9 +130,3 @@ def test_shapes_between_processes_fit_one_table():
     assert {shape.context for shape in grid} == set(shapes.C4_CONTEXTS) and set(quick) < set(grid)
     assert len(grid) == len(set(grid)) == 3 * len(shapes.C4_CONTEXTS)
     assert all(shape.world == 2 and shape.rows < shape.context for shape in grid)
-
-
-def test_the_share_of_the_link_is_of_the_floor():
-    cases = [{"us": 40.0, "floor_us": 34.0}, {"us": 40.0, "floor_us": None}]
-    bench_c4_prefill_gather.note_link_share(cases)
-    assert cases[0]["link_share"] == 0.85 and "link_share" not in cases[1]

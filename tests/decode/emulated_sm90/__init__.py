@@ -21,7 +21,7 @@ CSRC = Path(__file__).parents[3] / "csrc"
 # Beyond the workspace.
 GUARD, GUARD_BYTES = 0xA5, 4096
 # Sm90Form of csrc/decode/workspace.h.
-FASTER, NARROW, WIDE = range(3)
+BY_MODEL, NARROW, WIDE = range(3)
 FLOAT_TYPES = {torch.bfloat16: 0, torch.float16: 1, torch.float32: 2}
 
 
@@ -94,10 +94,10 @@ def pointer(tensor: torch.Tensor | None) -> int | None:
     return None if tensor is None else tensor.data_ptr()
 
 
-def run(emulator: Emulator, case: DecodeCase, wide: bool = False) -> tuple[torch.Tensor, torch.Tensor]:
+def run(emulator: Emulator, case: DecodeCase, form: int = NARROW) -> tuple[torch.Tensor, torch.Tensor]:
     """Emulate the case on the CPU. Raises RuntimeError with what the emulator or the launcher has to say.
 
-    `wide`: in the wide form, where the head count has one; else in the narrow form.
+    `form`: the one that is asked for.
     """
     rows, heads, _ = case.q.shape
     size = case.workspace.numel()
@@ -123,7 +123,7 @@ def run(emulator: Emulator, case: DecodeCase, wide: bool = False) -> tuple[torch
         heads=heads,
         topk=case.indices.shape[1],
     )
-    layout, form = list(LAYOUTS).index(case.layout), WIDE if wide else NARROW
+    layout = list(LAYOUTS).index(case.layout)
     error = emulator.decode(ctypes.byref(call), layout, workspace.data_ptr(), case.batch_invariant, form)
     if error:
         raise RuntimeError(error.decode())

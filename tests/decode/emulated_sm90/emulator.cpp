@@ -226,6 +226,8 @@ void run_block(uint32_t index, int threads, size_t shared, void (*thread)(void*)
   blockIdx = {index};
   // In one block of two a warp lags behind, so that others run into what it has not read yet.
   const int slow_warp = random_number() % (2 * here.warps.size());
+  // And in every block a lane, behind its own warp.
+  const int slow_thread = random_number() % threads;
   for (bool all_done = false; !all_done;) {
     all_done = true;
     here.progress = false;
@@ -235,7 +237,7 @@ void run_block(uint32_t index, int threads, size_t shared, void (*thread)(void*)
       if (here.done[next]) continue;
       all_done = false;
       if (here.waits_for[next] && !(*here.waits_for[next])()) continue;
-      if (next / 32 == slow_warp && random_number() % 8) {
+      if ((next / 32 == slow_warp || next == slow_thread) && random_number() % 8) {
         here.progress = true;
         continue;
       }
@@ -322,15 +324,17 @@ void copy_to_shared(uint32_t target, const void* source, int bytes, uint32_t bar
   block->copies.push_back({target, source, bytes, barrier});
 }
 
+static constexpr uint8_t kZeros[16] = {};
+
 void copy_word(uint32_t target, const void* source, bool present, int bytes) {
   if (target % bytes || reinterpret_cast<uintptr_t>(source) % bytes) throw std::logic_error("a misaligned word");
+  // It comes at once, or not before it is waited for.
+  if (toss()) return store_shared(target, present ? source : kZeros, bytes);
   block->words[threadIdx.x].push_back({target, present ? source : nullptr, bytes});
 }
 
-// Until it is waited for, a word has not come.
 void wait_for_words() {
   auto& words = block->words[threadIdx.x];
-  constexpr uint8_t kZeros[16] = {};
   for (const Word& word : words) store_shared(word.target, word.source ? word.source : kZeros, word.bytes);
   words.clear();
 }

@@ -21,14 +21,25 @@ enum Mistake {
   kOddGroups,
   kOffColumn,
   kBeyondMemory,
+  kWordNotWaited,
+  kWordNotFenced,
+  kWordMisaligned,
   kMistakes
 };
 
 constexpr uint32_t kQueries = 0, kKeys = kQueryColumnBytes, kBytes = kKeys + 2 * kTileColumnBytes;
 
+// Several, since any may come at once.
+void copy_words(int offset) {
+  alignas(16) static const uint8_t source[32] = {};
+  for (uint32_t i = 0; i < 8; ++i) copy_word<16>(kKeys + 128 * (threadIdx.x % 6 * 8 + i), source + offset, true);
+}
+
 void multiply_once(Mistake mistake) {
   for (uint32_t at = 16 * threadIdx.x; at < kBytes; at += 16 * 128) store_shared(at, make_uint4(0, 0, 0, 0));
   if (mistake != kOperandNotFenced) fence_async_proxy();
+  if (mistake == kWordNotFenced || mistake == kWordMisaligned) copy_words(mistake == kWordMisaligned);
+  if (mistake == kWordNotFenced) wait_for_words();
   __syncthreads();
   float sums[16][4] = {};
   uint64_t queries = along_rows(kQueries, 0, 1), keys = along_rows(kKeys, 0, 1);
@@ -53,6 +64,8 @@ void multiply_once(Mistake mistake) {
       if (sums[block][i] != 0.0f) throw std::logic_error("a wrong product");
     }
   }
+  __syncthreads();
+  if (mistake == kWordNotWaited) copy_words(0);
 }
 
 }  // namespace
