@@ -41,6 +41,7 @@ KERNEL_PHASES = {
     r"_place_records_kernel": "c4_place_records/place",
     r"_write_index_keys_kernel": "c4_write_index_keys/write",
     r"_select_pools_kernel": "c4_select/select",
+    r"_order_pools_kernel": "c4_select/order",
     r"_merge_pools_kernel": "c4_merge_pools/merge",
     # Kernels in C++ go by their whole signature.
     r".*torch_sparse_mla::sm90::attend_(wide_)?kernel.*": "sparse_ckv_decode/attend",

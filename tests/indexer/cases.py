@@ -6,6 +6,7 @@ format, scores tie often, and results must be equal, not close. Outputs start po
 
 import dataclasses
 import math
+from collections.abc import Iterable
 
 import pytest
 import torch
@@ -92,7 +93,8 @@ class SelectCase:
     def score(self, row: int, pool: int) -> float:
         request = self.row_requests[row]
         products = (self.values[row].double() @ self.keys[request][pool].double()).clamp(min=0)
-        return float(self.weights[row].double() @ products) * self.scales[request][pool]
+        score = float(self.weights[row].double() @ products) * self.scales[request][pool]
+        return -math.inf if math.isnan(score) else score
 
     def visible(self, row: int) -> list[int]:
         """This rank's pools that a row sees, in order of their number."""
@@ -101,13 +103,14 @@ class SelectCase:
         seen = [pool for pool in range(len(self.keys[self.row_requests[row]])) if 4 * pool + 3 <= self.positions[row]]
         return [pool for pool in owned_pools(len(seen), self.rank, self.world, self.interleave)]
 
-    def expected(self) -> list[list[list[tuple[float, int]]]]:
-        """[lists][rows]: (score, pool), the best first."""
+    def expected(self, missing: Iterable[int] = ()) -> list[list[list[tuple[float, int]]]]:
+        """[lists][rows]: (score, pool), the best first; without `missing` pools, those of pages that are not there."""
         result = []
         for number in range(self.lists):
             result.append([])
             for row in range(len(self.positions)):
-                own = [pool for at, pool in enumerate(self.visible(row)) if at // 128 % self.lists == number]
+                own = [pool for at, pool in enumerate(self.visible(row)) if at // 64 % self.lists == number]
+                own = [pool for pool in own if pool not in missing]
                 best = sorted(((self.score(row, pool), pool) for pool in own), key=lambda pair: (-pair[0], pair[1]))
                 result[-1].append(best[: self.num_pools])
         return result
@@ -133,7 +136,7 @@ class SelectCase:
         )
         pools = self.pools(gap)
         whole = pools.as_strided((pools.untyped_storage().nbytes() // pools.element_size(),), (1,)).to(device)
-        kept = max(2 << (self.num_pools - 1).bit_length(), 256)
+        kept = max(4 << (self.num_pools - 1).bit_length(), 512)
         return (
             self.queries().to(device),
             self.weights.to(device),
@@ -185,6 +188,31 @@ def select_case(
     requests, positions = [request for request, _ in rows], [position for _, position in rows]
     sizes = (num_pools, page_size, interleave, rank, world, lists)
     return SelectCase(form, keys, scales, values, weights, table, requests, positions, *sizes)
+
+
+def orders_case(form: str, order: str, pools: int, num_pools: int, *, first: int = 0, lists: int = 1) -> SelectCase:
+    """Rows of one request: one whose scores have an `order`, one with that turned round, one of equal scores, and one
+    that sees every pool or not.
+
+    Args:
+        order: "rising" from pool to pool; "shuffled", next to each other among float32 numbers, three of each; "tied",
+            but for the last three pools, which have the next number.
+        first: so many pools are no numbers.
+    """
+    generator = torch.Generator().manual_seed(pools)
+    case = select_case(form, (pools,), ((0, 4 * pools - 1),) * 4, num_pools=num_pools, lists=lists)
+    scales = {
+        "rising": torch.arange(pools) + 1.0,
+        "shuffled": 2.0**23 + torch.randperm(pools, generator=generator) // 3,
+        "tied": 1.0 + 2.0**-23 * (torch.arange(pools) >= pools - 3),
+    }[order]
+    case.scales[0][:] = [math.nan] * first + scales.tolist()[first:]
+    # The last row's are worth little at first, so that of what is kept columns have unequally many afterwards.
+    case.keys[0][:, 0], case.keys[0][:500, 1] = 1, 0
+    case.values.zero_()
+    case.values[:3, :, 0], case.values[3, :, 1] = 1, 1
+    case.weights.copy_(torch.tensor([[1.0], [-1.0], [0.0], [0.5]]).expand(4, 16) / 16)
+    return case
 
 
 def decoded(candidates: torch.Tensor) -> list[list[list[tuple[float, int]]]]:

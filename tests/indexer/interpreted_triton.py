@@ -4,15 +4,19 @@ Programs run one after another and their lanes in step, so what barriers are for
 multiplies bfloat16 wrongly: the exact form in bfloat16 is selected from on a GPU only, by the same code as float32.
 """
 
+import dataclasses
 import os
 
+import numpy as np
 import pytest
 import torch
+import triton.language as tl
+from triton.runtime.interpreter import TensorHandle
 
 from torch_sparse_mla.indexer import triton_kernels, triton_kernels_select
 
 from ..decode.rejections import expect_rejection
-from .cases import decoded, encode, every_form, expand, poisoned, select_case, write_case
+from .cases import decoded, encode, every_form, expand, orders_case, poisoned, select_case, write_case
 
 assert os.environ.get("TRITON_INTERPRET") == "1", "needs TRITON_INTERPRET=1 before Triton is imported"
 
@@ -82,29 +86,86 @@ def test_select_matches_model(form, world, lists, num_pools):
     assert decoded(arguments[6]) == case.expected()
 
 
+def rows_together(monkeypatch, count):
+    form = triton_kernels_select.select_form
+    monkeypatch.setattr(triton_kernels_select, "select_form", lambda *sizes: form(*sizes) | {"ROWS": count})
+
+
 def not_native(function):
     """The form of a GPU that multiplies e4m3, but for the multiplication, which the interpreter lacks."""
     return lambda *arguments: function(*arguments) | {"NATIVE": False}
 
 
-def test_select_of_rows_that_share_a_program(monkeypatch):
+def test_select_of_rows_that_share_a_program(monkeypatch, numpy_sort):
     monkeypatch.setattr(triton_kernels_select, "MANY_ROWS", 2)
     rows = ((0, 599), (1, 200), (-1, -1), (2, 70), (0, 30))
     case = select_case("serving", (150, 60, 20), rows, heads=32)
     arguments = case.args()
     monkeypatch.setattr(triton_kernels_select, "capability_of", lambda device: 90)
     monkeypatch.setattr(triton_kernels_select, "select_form", not_native(triton_kernels_select.select_form))
-    assert triton_kernels_select.select_form(torch.uint8, len(rows), 32, 16, 90)["ROWS"] > 2
+    assert triton_kernels_select.select_form(torch.uint8, len(rows), 1, 32, 16, 90)["ROWS"] > 2
     triton_kernels_select.c4_select(*arguments)
     assert decoded(arguments[6]) == case.expected()
 
 
-def test_select_whose_scores_rise():
-    """Every pool passes the threshold: what is kept overflows with each tile."""
-    case = select_case("serving", (300,), ((0, 1_199),), num_pools=100, rising=True)
+@pytest.fixture
+def numpy_sort(monkeypatch):
+    """In place of Triton's own sort, which the tests above run, and which takes the interpreter seconds."""
+
+    def descending(values, descending):
+        return tl.core.tensor(TensorHandle(np.sort(values.handle.data)[::-1].copy(), values.dtype), values.type)
+
+    monkeypatch.setattr(tl, "sort", descending)
+
+
+@pytest.mark.parametrize(
+    "order, pools, num_pools, missing",
+    [
+        ("rising", 900, 1, 1),
+        ("rising", 448, 16, 0),
+        ("rising", 449, 16, 0),
+        ("shuffled", 900, 100, 2),
+        ("tied", 960, 100, 0),
+        ("rising", 2_700, 512, 1),
+    ],
+)
+def test_select_of_any_order_of_scores(order, pools, num_pools, missing, monkeypatch, numpy_sort):
+    """What is kept overflows again and again, in rows that share a program."""
+    rows_together(monkeypatch, 4)
+    case = orders_case("serving", order, pools, num_pools, first=3 * missing)
     arguments = case.args()
+    arguments[3][0, 1 : 1 + missing] = -1
     triton_kernels_select.c4_select(*arguments)
-    assert decoded(arguments[6]) == case.expected()
+    assert decoded(arguments[6]) == case.expected(range(64, 64 + 64 * missing))
+
+
+def test_scores_do_not_depend_on_the_rows_of_a_program(monkeypatch, numpy_sort):
+    """Bit for bit, with sums that are rounded. Products are exact, since numpy adds them in another order for each."""
+    case = select_case("fp32", (20,), ((0, 79),) * 5, heads=16, num_pools=20)
+    case = dataclasses.replace(case, weights=torch.randn(5, 16, generator=torch.Generator().manual_seed(1)))
+    results = []
+    for together in (1, 2, 4, 8):
+        rows_together(monkeypatch, together)
+        arguments = case.args()
+        triton_kernels_select.c4_select(*arguments)
+        results.append(arguments[6])
+        assert torch.equal(results[0], results[-1]), together
+
+
+def test_select_ends_whatever_lies_in_the_workspace(monkeypatch, numpy_sort):
+    """As when another call writes there: candidates that are not distinct leave no threshold to be found."""
+    keep_best, calls = triton_kernels_select._keep_best, []
+
+    def counted(*arguments):
+        calls.append(arguments)
+        assert len(calls) < 20, "no progress"
+        return keep_best(*arguments)
+
+    monkeypatch.setattr(triton_kernels_select, "_candidates", lambda ordered, pool: (pool * 0 + 7).to(tl.int64))
+    monkeypatch.setattr(triton_kernels_select, "_keep_best", counted)
+    arguments = select_case("serving", (900,), ((0, 3_599),)).args()
+    triton_kernels_select.c4_select(*arguments)
+    assert len(calls) >= 2 and (arguments[6] == 7).all()
 
 
 def test_select_of_a_key_that_is_no_number():
@@ -115,7 +176,7 @@ def test_select_of_a_key_that_is_no_number():
     assert decoded(arguments[6])[0][0][-1] == (float("-inf"), 2)
 
 
-def test_select_sees_no_missing_page():
+def test_select_sees_no_missing_page(numpy_sort):
     case = select_case("fp32", (200,), ((0, 799),), num_pools=200)
     arguments = case.args()
     arguments[3][0, 1] = 10_000

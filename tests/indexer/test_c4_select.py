@@ -1,6 +1,7 @@
 """`c4_select` against the plain-Python model, exactly; against itself on other ranks and lists; what it refuses."""
 
 import dataclasses
+import itertools
 import re
 
 import pytest
@@ -8,18 +9,22 @@ import torch
 
 import torch_sparse_mla
 from torch_sparse_mla import c4_select_workspace_bytes
-from torch_sparse_mla.indexer import reference, triton_kernels_select
+from torch_sparse_mla.indexer import api, reference, triton_kernels_select
+from torch_sparse_mla.indexer.contract import FULL_ROWS, MANY_ROWS
 from torch_sparse_mla.indexer.pools import ABSENT, candidates_of, pools_of, scores_of
+from torch_sparse_mla.indexer.triton_kernels_select import order_form, select_form
 
 from ..compiled_triton import compiled
 from ..decode.rejections import expect_rejection
 from .cases import (
+    FORMS,
     SelectCase,
     decoded,
     device_of,
     encode,
     every_form,
     every_implementation,
+    orders_case,
     poisoned,
     select_case,
     write_pool,
@@ -115,6 +120,48 @@ def test_a_row_does_not_depend_on_the_others(implementation):
         assert torch.equal(selected(implementation, one)[:, 0], whole[:, row])
 
 
+@pytest.mark.gpu
+@every_form
+@pytest.mark.parametrize("heads", [16, 32, 64])
+def test_scores_do_not_depend_on_how_many_rows_there_are(form, heads):
+    """Bit for bit, in every form of the kernel, with sums and products that are rounded; nor on lists."""
+    generator = torch.Generator().manual_seed(heads)
+    counts = (1, MANY_ROWS + 2, FULL_ROWS + 3)
+    case = select_case(form, (150,), ((0, 600),) * counts[-1], heads=heads, num_pools=150)
+    keys = [torch.randn(150, 128, generator=generator)]
+    values = torch.randn(counts[-1], heads, 128, generator=generator)
+    weights = torch.randn(counts[-1], heads, generator=generator)
+    arguments = dataclasses.replace(case, keys=keys, values=values, weights=weights).args("cuda")
+    op(*arguments)
+    for rows in counts:
+        q, of_rows, pools, table, requests, positions = arguments[:6]
+        given = (q[:rows], of_rows[:rows], pools, table, requests[:rows], positions[:rows])
+        for lists in (1, 2):
+            some = torch_sparse_mla.c4_select(*given, num_pools=150, page_size=256, interleave=4, lists=lists)
+            merged = some.transpose(0, 1).flatten(1).sort(1, descending=True).values[:, :150]
+            assert torch.equal(merged, arguments[6][0, :rows]), (rows, lists)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    "form, order", [("serving", "rising"), ("serving", "shuffled"), ("serving", "tied"), ("fp32", "rising")]
+)
+@pytest.mark.parametrize("num_pools", [1, 16, 100, 512])
+@pytest.mark.parametrize("copies", [1, 17, 265])
+def test_any_order_of_scores_in_what_is_kept_again_and_again(form, order, num_pools, copies):
+    """What is kept overflows several times: in rows by themselves, and in those that share a program."""
+    pools, lists = 9_000, 1 + copies % 2
+    case = orders_case(form, order, pools, num_pools, first=3, lists=lists)
+    missing = range(64, 128)
+    arguments = list(case.args("cuda"))
+    arguments[3][0, 1] = -1
+    for index in (0, 1, 4, 5):
+        arguments[index] = arguments[index].repeat(copies, *(1,) * (arguments[index].dim() - 1))
+    found = torch_sparse_mla.c4_select(*arguments[:6], num_pools=num_pools, page_size=256, interleave=4, lists=lists)
+    assert decoded(found[:, :4].cpu()) == case.expected(missing)
+    assert torch.equal(found, found[:, :4].repeat(1, copies, 1))
+
+
 @every_implementation
 def test_repeats_bit_for_bit(implementation):
     case = select_case("serving", (700,), tuple((0, 2_700 + row) for row in range(9)), num_pools=130)
@@ -170,9 +217,14 @@ def test_a_key_that_is_no_number_scores_lowest(implementation):
 
 def test_the_kernels_maximum_keeps_what_is_no_number():
     """Of the interpreter every maximum does, of a GPU only the instruction that is asked for."""
-    serving = next(form for form in triton_kernels_select.aot_configurations(90) if "serving-1x" in form.name)
-    maxima = re.findall(r"max\.\S*f32", compiled(serving, 90).asm["ptx"])
+    serving = next(form for form in triton_kernels_select.aot_configurations(90) if "serving-1x16" in form.name)
+    ptx = compiled(serving, 90).asm["ptx"]
+    maxima = re.findall(r"max\.\S*f32", ptx)
     assert maxima and set(maxima) == {"max.NaN.f32"}
+    # And what follows rounds each product together with its sum, or compilers would choose some, in every form others.
+    for register in re.findall(r"max\.NaN\.f32\s+(%r\d+)", ptx):
+        users = re.findall(rf"(\S+)\s+%r\d+,.*{register}\b", ptx)
+        assert users == ["fma.rn.f32"], users
 
 
 @every_implementation
@@ -307,9 +359,32 @@ def test_warmup_writes_nothing_into_the_pools(form, device):
     assert torch.equal(pools.contiguous().view(torch.uint8), before.contiguous().view(torch.uint8))
 
 
+@every_form
+@pytest.mark.parametrize("heads", [16, 32, 64])
+def test_warmup_compiles_every_form(form, heads, monkeypatch):
+    """Whatever rows and lists come, with each kind of GPU."""
+    warmed, select = [], api.c4_select
+    monkeypatch.setattr(
+        api, "c4_select", lambda q, *given, **sizes: warmed.append(len(q)) or select(q, *given, **sizes)
+    )
+    sizes = {"heads": heads, "num_pools": 16, "page_size": 256, "keys_dtype": torch.float32}
+    torch_sparse_mla.warmup_c4_indexer(select_case(form).args()[2], **sizes)
+    for capability in (80, 89, 90, 100, 120):
+        forms = [select_form(FORMS[form], rows, 1, heads, 16, capability) for rows in warmed]
+        for rows, lists in itertools.product((1, 2, 63, 64, 65, 500, 527, 528, 529, 1_055, 1_056, 9_000), (1, 2, 40)):
+            assert select_form(FORMS[form], rows, lists, heads, 16, capability) in forms
+            assert order_form(rows, 16) in [order_form(warm, 16) for warm in warmed]
+
+
+def test_programs_of_eight_rows_fill_a_gpu():
+    given = [(63, 1), (8, 132), (64, 1), (1_055, 1), (1_056, 1), (528, 2)]
+    together = [select_form(torch.uint8, rows, lists, 32, 512, 90)["ROWS"] for rows, lists in given]
+    assert together == [1, 1, 4, 4, 8, 8]
+
+
 def test_workspace_is_bounded_by_rows_not_by_the_context():
-    assert c4_select_workspace_bytes(4_096, 512) == 4_096 * 1_024 * 8
-    assert c4_select_workspace_bytes(1, 16, 3) == 3 * 256 * 8
+    assert c4_select_workspace_bytes(4_096, 512) == 4_096 * 2_048 * 8
+    assert c4_select_workspace_bytes(1, 16, 3) == 3 * 512 * 8
 
 
 @every_form

@@ -4,7 +4,7 @@ import torch
 
 from .. import _ops  # noqa: F401  (registers the operators)
 from ..contract import refuse_gradients, reject
-from .contract import MANY_ROWS, c4_select_workspace_bytes
+from .contract import FULL_ROWS, MANY_ROWS, c4_select_workspace_bytes
 from .pools import HEAD_DIM, POOL_TOKENS
 
 
@@ -93,6 +93,9 @@ def c4_select(
     A pool is seen by a query at position p if its last token is: `4 j + 3 <= p`. Of equal scores the earlier pool is
     better. `c4_merge_pools` makes top-k lists of tokens of the result, of one rank or of all.
 
+    On GPUs of one kind a pool's score for a row has the same bits in every call: whatever other rows there are and how
+    many, however pools are dealt out to lists and ranks. On the CPU, and on another kind of GPU, the last bits differ.
+
     Args:
         q, weights: queries and head weights as `quantise_index_queries` gives them for pools in the serving form, or
             `exact_index_queries` for the exact form: uint8 or the dtype of pools [rows, 16, 32 or 64 heads, 128], and
@@ -104,7 +107,7 @@ def c4_select(
         positions: [rows] int32 global positions of the rows' own tokens; -1 for a padded row.
         num_pools: pools that a row selects, 1 to 512 (512 for a top-k of 2048).
         page_size, interleave, rank, world: as for `c4_write_index_keys`.
-        lists: lists that a row's pools are dealt out to, 128 by turns, each with its own best; more than one lets few
+        lists: lists that a row's pools are dealt out to, 64 by turns, each with its own best; more than one lets few
             rows fill a GPU.
         candidates: [lists, rows, num_pools] int64, contiguous; overwritten with the best of each list, the best first:
             numbers that are compared as they are, see `indexer.pools`. Allocated when None.
@@ -192,7 +195,7 @@ def warmup_c4_indexer(
     world: int = 1,
     keys_dtype: torch.dtype = torch.bfloat16,
 ) -> None:
-    """Compile what the indexer's operators launch, for few rows and for many. Writes nothing into `pools`.
+    """Compile what the indexer's operators launch, for any number of rows. Writes nothing into `pools`.
 
     Args:
         pools, page_size, interleave, rank, world: as for `c4_select`.
@@ -203,7 +206,7 @@ def warmup_c4_indexer(
     """
     geometry = {"page_size": page_size, "interleave": interleave, "rank": rank, "world": world}
     table = torch.zeros(1, 1, dtype=torch.int32, device=pools.device)
-    for rows in (1, MANY_ROWS):
+    for rows in (1, MANY_ROWS, FULL_ROWS):
         q = torch.zeros(rows, heads, HEAD_DIM, dtype=pools.dtype, device=pools.device)
         weights = torch.zeros(rows, heads, dtype=torch.float32, device=pools.device)
         padded = torch.full((rows,), -1, dtype=torch.int32, device=pools.device)

@@ -23,8 +23,12 @@ MAX_POOLS = 512
 HEADS = (16, 32, 64)
 # From so many rows on, a program of the selector takes several: they share the keys that they load.
 MANY_ROWS = 64
-# What a call keeps for each row and list while it scores: twice the pools, or a tile beside them.
-_LEAST_KEPT = 256
+MAX_ROWS_TOGETHER = 8
+# From so many rows on, of all lists together, programs of that many keep each of an H200's 132 multiprocessors busy;
+# with fewer rows, those of half as many do sooner. A constant, so that forms depend on sizes alone.
+FULL_ROWS = 132 * MAX_ROWS_TOGETHER
+# What a call keeps for each row and list while it scores: four times the pools, or four tiles.
+_LEAST_KEPT = 512
 
 
 def c4_select_workspace_bytes(rows: int, num_pools: int, lists: int = 1) -> int:
@@ -39,8 +43,8 @@ def c4_select_workspace_bytes(rows: int, num_pools: int, lists: int = 1) -> int:
 
 
 def kept_candidates(num_pools: int) -> int:
-    """A power of two with room for the pools kept and at least a tile more."""
-    return max(2 << (num_pools - 1).bit_length(), _LEAST_KEPT)
+    """A power of two, four times the pools or more. With fewer, the best would have to be found more often."""
+    return max(4 << (num_pools - 1).bit_length(), _LEAST_KEPT)
 
 
 def check_c4_write_index_keys(

@@ -18,8 +18,9 @@ POOLS_PER_INDEX_PAGE = 64
 SCALE_BYTES = 4
 INDEX_PAGE_BYTES = POOLS_PER_INDEX_PAGE * (HEAD_DIM + SCALE_BYTES)
 TOKENS_PER_INDEX_PAGE = POOLS_PER_INDEX_PAGE * POOL_TOKENS
-# Consecutive pools of one rank that are scored together, and dealt out to the lists of a split call in turn.
-TILE_POOLS = 128
+# Consecutive pools of one rank that are scored together, those of an index page; dealt out to the lists of a split call
+# in turn.
+TILE_POOLS = POOLS_PER_INDEX_PAGE
 ABSENT = -(2**63)
 MAX_POOL = 2**31 - 1
 # Positions are int32, and so is the one behind the last.
