@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import torch_sparse_mla
-from torch_sparse_mla import CUDAGraphMode, GraphSupport
+from torch_sparse_mla import CUDAGraphMode, GraphSupport, sparse_ckv_decode
 from torch_sparse_mla.graphs.arguments import Addresses, Signature
 
 from .cases import DECODE_ROWS, PADDING, STEP, decode, decode_arguments, four_layers
@@ -50,6 +50,25 @@ def test_capture_refuses_a_mode_that_needs_a_gpu(mode):
     # Not captured, it runs, and says so.
     step(*arguments)
     assert step.statistics.fallbacks == {"capture() has not been called": 1}
+
+
+@pytest.mark.parametrize("backend", ["inductor", "eager"])
+def test_models_of_other_scales_share_their_code(backend):
+    """Dynamo makes an input of a number that another trace of the same code had otherwise."""
+
+    def model(scale):
+        def run(q, cache, slots):
+            return sparse_ckv_decode(q, cache, slots, softmax_scale=scale, layout="fp8_ds_mla")[0]
+
+        return run
+
+    generator = torch.Generator().manual_seed(0)
+    records = torch.randn(64, 576, generator=generator).bfloat16()
+    cache = torch_sparse_mla.quantise_records(records[:, :512], records[:, 512:], "fp8_ds_mla")[None]
+    q, slots = torch.randn(2, 3, 576, generator=generator).bfloat16(), torch.arange(32, dtype=torch.int32).view(2, 16)
+    for scale in (0.05, 0.01, 0.07):
+        step = torch_sparse_mla.compile(model(scale), "NONE", backend=backend)
+        torch.testing.assert_close(step(q, cache, slots), model(scale)(q, cache, slots), rtol=0, atol=0)
 
 
 def test_one_trace_serves_every_number_of_rows_but_one():

@@ -236,9 +236,9 @@ class CompiledStep:
     def _call(self, phase: str, arguments: tuple, rows: int) -> Any:
         self.phase, self.phase_rows = phase, rows
         try:
-            if not torch.is_grad_enabled():
-                return self._compiled(*arguments)
-            with torch.no_grad():
+            # Dynamo may trace in any of these calls. A number unlike the last one in a trace of the same code, such as
+            # another model's softmax scale, would become an input that no operator takes.
+            with torch.no_grad(), torch._dynamo.config.patch(specialize_float=True):
                 return self._compiled(*arguments)
         finally:
             self.phase = "run"
