@@ -7,6 +7,7 @@ other work, a picture of one step, and a Chrome trace. Kernels of graph replays 
 import argparse
 import importlib.util
 import json
+import math
 import statistics
 import time
 from pathlib import Path
@@ -24,6 +25,8 @@ STEPS = 20
 COPY_BYTES = {"cuda": 1 << 30, "cpu": 64 << 20}
 # Of the wall, by the host's clock, that the timeline from the first kernel to the last one may fail to cover.
 MOST_UNACCOUNTED = 0.05
+# What lies before the first kernel and behind the last is not covered: in so long a time it weighs little.
+LEAST_WALL_US = 50_000
 
 
 def add_parser(commands: argparse._SubParsersAction) -> None:
@@ -32,7 +35,7 @@ def add_parser(commands: argparse._SubParsersAction) -> None:
     parser.add_argument(
         "--mode", action="append", metavar="NAME", help="eager, compiled, piecewise, full; default: all"
     )
-    parser.add_argument("--steps", type=int, default=STEPS, help=f"profiled steps; default: {STEPS}")
+    parser.add_argument("--steps", type=int, default=STEPS, help=f"profiled steps, at least; default: {STEPS}")
     parser.add_argument("--out", type=Path, metavar="DIR", help="also write pictures, Chrome traces and profile.json")
     parser.set_defaults(run=run, parser=parser)
 
@@ -74,31 +77,32 @@ def profile_mode(step: DecodeStep, name: str, options: argparse.Namespace, bandw
     made = prepare(step, name)
     try:
         plain_us = wall_us(made, step.device, options.steps) / options.steps
-        profiler, profiled_us = profiled(made, step.device, options.steps)
+        steps = max(options.steps, math.ceil(LEAST_WALL_US / plain_us))
+        profiler, profiled_us = profiled(made, step.device, steps)
     finally:
         if made.step is not None:
             made.step.release()
     intervals = intervals_of(profiler, step.device)
-    lines = account(intervals, profiled_us, options.steps)
+    lines = account(intervals, profiled_us, steps)
     exchange, beside = overlap_us(intervals)
     floors = {phase: size / bandwidth for phase, size in step.bytes_by_phase(step.sizes.rows).items()}
     report = {
         "mode": name,
         "device": str(step.device),
-        "steps": options.steps,
-        "wall_us": profiled_us / options.steps,
+        "steps": steps,
+        "wall_us": profiled_us / steps,
         "wall_us_without_profiler": plain_us,
         "phases": [line._asdict() | {"floor_us": floors.get(line.phase)} for line in lines],
         "unaccounted": abs(1.0 - sum(line.share for line in lines)),
-        "exchange_us": exchange / options.steps,
-        "exchange_beside_other_work_us": beside / options.steps,
+        "exchange_us": exchange / steps,
+        "exchange_beside_other_work_us": beside / steps,
     }
     _print(report)
     if options.out is not None:
         from .profile_plot import plot
 
         profiler.export_chrome_trace(str(options.out / f"profile-{name}.trace.json"))
-        plot(intervals, options.steps, options.out / f"profile-{name}.png", report)
+        plot(intervals, steps, options.out / f"profile-{name}.png", report)
     return report
 
 
