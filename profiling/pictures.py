@@ -12,7 +12,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
 
 from . import results
-from .report import GATHER, OURS, decode_grids, exchange_cases, gather_form, group_by, timed, unique
+from .report import GATHER, OURS, between_processes, decode_grids, exchange_cases, gather_form, group_by, timed, unique
 
 INK, GREY, FAINT = "#222222", "#8a8a8a", "#e6e6e6"
 PALETTE = ("#0b5fa5", "#d1495b", "#2a9d5c", "#8c5fbf", "#c98a00", "#3aa6b9", "#7a5230")
@@ -46,7 +46,8 @@ def draw(document: dict, path: Path) -> None:
         "records": _draw_records,
         "ce_exchange": _draw_exchange,
         "dcp_decode": _draw_steps,
-        GATHER: _draw_gather,
+        GATHER: _draw_gather if between_processes(document) else _draw_gather_on_one,
+        "c4_select": _draw_select,
         "modes": _draw_modes,
         results.DEMO: _draw_demo,
     }
@@ -121,8 +122,31 @@ def _draw_gather(document: dict) -> Figure:
     return figure
 
 
+def _draw_gather_on_one(document: dict) -> Figure:
+    """A panel for each form, number of ranks and of rows; with one rank the last line is the byte floor."""
+    gathers = [case for case in timed(document) if case["op"] in (GATHER, "incremental_gather")]
+    panels = group_by(gathers, "op", "world", "rows")
+    title = f"prefill gather, ranks of one {document['device_name']}"
+    figure, axes = _panels(len(panels), title, "context, tokens", "time of a gather, µs")
+    for axis, ((op, world, rows), cases) in zip(axes, panels.items(), strict=True):
+        floor = {case["context"]: case["floor_us"] for case in cases if world == 1}
+        lines = _by_impl(cases, "context") | ({"byte floor": floor} if floor else {})
+        _lines(axis, lines, f"{gather_form(op)}, {world} rank(s), {rows:,} rows")
+    return figure
+
+
+def _draw_select(document: dict) -> Figure:
+    """A panel for each context, of one rank."""
+    panels = dict(sorted(group_by((case for case in timed(document) if "op" not in case), "context").items()))
+    figure, axes = _panels(len(panels), f"c4_select, {document['device_name']}", "rows", "time of a call, µs")
+    for axis, ((context,), cases) in zip(axes, panels.items(), strict=True):
+        _lines(axis, _by_impl(cases), f"{context:,} tokens of context")
+    return figure
+
+
 def _by_impl(cases: list[dict], size: str = "rows") -> dict[str, dict[int, float]]:
-    return {impl: {case[size]: case["us"] for case in of} for (impl,), of in group_by(cases, "impl").items()}
+    of_impl = group_by(cases, "impl").items()
+    return {("ours" if impl in OURS else impl): {case[size]: case["us"] for case in of} for (impl,), of in of_impl}
 
 
 def _draw_modes(document: dict) -> Figure:

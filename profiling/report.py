@@ -119,8 +119,7 @@ def has_picture(document: dict) -> bool:
     if document["bench"] == "modes":
         return len(timed(document)) > 1
     axes = {"sparse_ckv_decode": "rows", "records": "tokens", "ce_exchange": "rows", "dcp_decode": "rows"}
-    if between_processes(document):
-        axes[GATHER] = "context"
+    axes |= {GATHER: "context", "c4_select": "rows"}
     axis = axes.get(document["bench"])
     return axis is not None and len({case[axis] for case in timed(document) if axis in case}) > 2
 

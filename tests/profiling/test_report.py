@@ -405,12 +405,31 @@ Not measured: 8192 context.
     )
 
 
-def test_gathers_on_one_device_have_a_plain_table_and_no_picture():
+def test_gathers_on_one_device_have_a_plain_table_and_a_picture(tmp_path):
     document = gather_document()
     del document["ranks"]
     text = section(document)
     assert "| op | rows | context | world | layout | record_bytes | direct | nccl-all-gather |" in text
-    assert ".png" not in text
+    assert ".png" in text
+    pictures.draw(document, tmp_path / "gather.png")
+    assert (tmp_path / "gather.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_the_selector_has_a_panel_for_each_context(tmp_path):
+    """Forms of a split selection, which have few rows, are in the table alone."""
+    common = {"heads": 32, "topk": 2048, "mode": "graph", "us_min": 1.0, "us_max": 9.0, "floor_us": 1.0, "error": 0.0}
+    cases = [
+        common | {"rows": rows, "context": context, "impl": impl, "us": float(rows)}
+        for rows in (1, 32, 512)
+        for context in (8_192, 4_096)
+        for impl in ("triton", "pytorch")
+    ]
+    cases.append(common | {"op": "split_select", "rows": 512, "context": 8_192, "impl": "merge", "us": 3.0, "world": 4})
+    document = documents.decode_document() | {"bench": "c4_select", "cases": cases}
+    assert "c4_select-" in section(document) and "split_select" in section(document)
+    figure = pictures._draw_select(document)
+    titles = [axis.get_title("left") for axis in figure.axes if axis.lines]
+    assert titles == ["4,096 tokens of context", "8,192 tokens of context"]
 
 
 def test_gathers_on_the_cpu_have_no_link():
