@@ -22,7 +22,7 @@ if __package__ in (None, ""):
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from profiling import harness, shapes
-from profiling.exchanges import made_by_all, transports
+from profiling.exchanges import transports
 from profiling.gathers import INTERLEAVE, PAGE_SIZE, Chunk, Collectives, Gatherer, received
 from profiling.ranks import LoopbackRanks, ProcessRanks, process_device, under_torchrun
 from profiling.shapes import C4_CONTEXTS, C4_ROWS, C4_TOPK, INCREMENTAL_GATHER, GatherShape
@@ -107,9 +107,11 @@ def _measure_on_one(session: harness.Session, shape: GatherShape, ranks: Loopbac
         chunk, gathered = gatherers[0].chunk, gatherers[0].gathered[0]
         select = partial(chunk.index_select, 0, into=gathered)
         contenders.append(replace(contenders[0], name="index_select", call=select, details=None))
-    session.measure(shape, contenders, gatherers[0].chunk.num_sets)
-    for gatherer in gatherers:
-        gatherer.close()
+    try:
+        session.measure(shape, contenders, gatherers[0].chunk.num_sets)
+    finally:
+        for gatherer in gatherers:
+            gatherer.close()
 
 
 def _measure_between(session: harness.Session, shape: GatherShape, ranks: ProcessRanks, rate: float | None) -> None:
@@ -118,7 +120,7 @@ def _measure_between(session: harness.Session, shape: GatherShape, ranks: Proces
     # The collective transport of GPUs is packing and NCCL too, and its unpacking comes on top.
     names = [name for name in transports(ranks) if name != "collective" or ranks.device.type == "cpu"]
     makers = {name: partial(Gatherer, chunk, name, placed=name == "direct") for name in names}
-    made = made_by_all(session, shape, ranks, makers | {"collectives": partial(Collectives, chunk, ranks)})
+    made = session.made_by_all(shape, ranks, makers | {"collectives": partial(Collectives, chunk, ranks)})
     floor_us = chunk.received_bytes / rate * 1e-6 if rate else None
     try:
         session.measure(shape, [c for one in made for c in one.contenders()], chunk.num_sets, floor_us)

@@ -20,7 +20,7 @@ if __package__ in (None, ""):
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from profiling import beside, harness, shapes
-from profiling.exchanges import Collectives, Exchanger, Packer, Ranks, baselines, made_by_all, transports
+from profiling.exchanges import Collectives, Exchanger, Packer, Ranks, baselines, transports
 from profiling.ranks import LoopbackRanks, ProcessRanks, process_device, under_torchrun
 from profiling.shapes import ExchangeShape, PackShape
 from profiling.sharded import MAX_EXCHANGE_SETS, Selections
@@ -89,7 +89,7 @@ def _measure(session: harness.Session, shape: ExchangeShape, ranks: Ranks, rate:
     selections = Selections(shape, shape.layers, ranks.device, MAX_EXCHANGE_SETS)
     caches = {rank: selections.random_caches(rank) for rank in ranks.own}
     makers = {name: partial(Exchanger, selections, caches, ranks, name) for name in transports(ranks)}
-    exchangers = made_by_all(session, shape, ranks, makers)
+    exchangers = session.made_by_all(shape, ranks, makers)
     contenders = [contender for exchanger in exchangers for contender in exchanger.contenders()]
     if shape.beside:
         contenders = beside.contenders(shape, exchangers, selections.num_sets, ranks.device)

@@ -1,7 +1,6 @@
 """Contenders of `bench_ce_exchange`: our transports, and the collectives that would bring the same records."""
 
 from collections.abc import Callable
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -10,8 +9,7 @@ from torch_sparse_mla import Channel, LoopbackGroup, ce_exchange_start, ce_excha
 from torch_sparse_mla.exchange.channel import REUSE_DISTANCE
 from torch_sparse_mla.exchange.group import as_group
 
-from .harness import Session, Shape
-from .ranks import LoopbackRanks, ProcessRanks, attempt
+from .ranks import LoopbackRanks, ProcessRanks
 from .sharded import Selections
 from .timing import Contender, poison
 
@@ -34,21 +32,6 @@ def baselines(ranks: Ranks) -> dict[str, str | None]:
     if low is None and ranks.backend != "nccl":
         low = "takes GPUs that have peer access, one for each process"
     return {f"{backend}-all-gather": between, f"{backend}-all-to-all": between, LOW_CONTENTION: low}
-
-
-def made_by_all(session: Session, shape: Shape, ranks: Ranks, makers: dict[str, Callable[[], Any]]) -> list[Any]:
-    """What makers give, such as one for each transport. What a rank cannot make is reported, and left out by all."""
-    found = []
-    for name, make in makers.items():
-        made, failure = attempt(make)
-        failed = ranks.agree(failure)
-        if failed is None:
-            found.append(made)
-            continue
-        if failure is None:
-            made.close()
-        session.fail(f"{shape.fields()} {name}: {failed}")
-    return found
 
 
 class Exchanger:

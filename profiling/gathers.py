@@ -23,6 +23,7 @@ from torch_sparse_mla import (
     gather_capacity,
 )
 from torch_sparse_mla.exchange.channel import REUSE_DISTANCE
+from torch_sparse_mla.exchange.transports.ce import MARGIN
 from torch_sparse_mla.gather.plan import round_up
 from torch_sparse_mla.gather.policy import gather_bytes, ordinary_bytes
 from torch_sparse_mla.sharding import local_length
@@ -231,8 +232,6 @@ class Gatherer:
         """Copies have a fixed size: that of what a rank sends, without the margin for owners that are random."""
         if self.transport != "ce":
             return None
-        from torch_sparse_mla.exchange.transports.ce import MARGIN
-
         chunk = self.chunk
         sent = max(chunk.records) if chunk.incremental else chunk.sizes.host_padded([chunk.shape.context])
         return max(1, math.ceil(chunk.shape.world * sent / (1 + MARGIN)))

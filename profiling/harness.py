@@ -2,15 +2,16 @@
 
 import argparse
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from torch_sparse_mla import explain
 
 from . import results
-from .ranks import LoopbackRanks, ProcessRanks, link_tb_per_s
+from .ranks import LoopbackRanks, ProcessRanks, attempt, link_tb_per_s
 from .shapes import (
     DecodeShape,
     ExchangeShape,
@@ -154,6 +155,22 @@ class Session:
             self.note("link_tb_per_s", rate)
             print(f"link {rate * 1e3:.0f} GB/s (copy to the next rank's memory, all ranks at once)")
         return rate
+
+    def made_by_all(
+        self, shape: Shape, ranks: LoopbackRanks | ProcessRanks, makers: dict[str, Callable[[], Any]]
+    ) -> list[Any]:
+        """What makers give, such as one for each transport. What a rank cannot make is reported and left out by all."""
+        found = []
+        for name, make in makers.items():
+            made, failure = attempt(make)
+            failed = ranks.agree(failure)
+            if failed is None:
+                found.append(made)
+                continue
+            if failure is None:
+                made.close()
+            self.fail(f"{shape.fields()} {name}: {failed}")
+        return found
 
     def measure(
         self,

@@ -63,7 +63,6 @@ struct Unpacker {
   static_assert(kTokensPerUnpacker * kRopeLanes % 32 == 0);
   // What is copied, but for scales, which lie beside codes: all of a record, its end or nothing.
   static constexpr int kCopiedOffset = kCopiesLatents ? 0 : kCopiesRope ? R::kRopeOffset : R::kBytes;
-  static constexpr int kScaleRows = Shared::kScaleRows;
 
   // Latents that are copied have no codes: of any type, and unused.
   using Latents = PackedLatents<kCopiesLatents ? Storage::kE4m3 : R::kLatent>[2];

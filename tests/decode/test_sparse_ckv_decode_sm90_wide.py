@@ -103,9 +103,11 @@ def test_few_heads_run_in_the_narrow_form(emulator):
     assert_same_bits(narrow, wide)
 
 
-def test_a_call_runs_in_the_form_that_the_model_chooses(emulator, sm90_plan):
-    case = make_case(rows=3, heads=128, topk=50)
-    form, _ = sm90_plan(3, 128, 50)
+@pytest.mark.parametrize(("rows", "form"), [(3, emulated_sm90.NARROW), (17, emulated_sm90.WIDE)])
+def test_a_call_runs_in_the_form_that_the_model_chooses(emulator, sm90_plan, rows, form):
+    """17 rows are more blocks of 16 heads than run at once, and fewer of 64."""
+    case = make_case(rows=rows, heads=128, topk=10)
+    assert sm90_plan(rows, 128, 10)[0] == form
     chosen, asked = (
         emulated_sm90.run(emulator, with_outputs(case, case.out.dtype), which)
         for which in (emulated_sm90.BY_MODEL, form)

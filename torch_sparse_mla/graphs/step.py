@@ -236,12 +236,20 @@ class CompiledStep:
     def _call(self, phase: str, arguments: tuple, rows: int) -> Any:
         self.phase, self.phase_rows = phase, rows
         try:
-            # Dynamo may trace in any of these calls. A number unlike the last one in a trace of the same code, such as
-            # another model's softmax scale, would become an input that no operator takes.
-            with torch.no_grad(), torch._dynamo.config.patch(specialize_float=True):
-                return self._compiled(*arguments)
+            if phase == "replay" or self.backend == "none":
+                return self._call_compiled(arguments)
+            # Dynamo may trace here. A number unlike the last one in a trace of the same code, such as another model's
+            # softmax scale, would become an input that no operator takes.
+            with torch._dynamo.config.patch(specialize_float=True):
+                return self._call_compiled(arguments)
         finally:
             self.phase = "run"
+
+    def _call_compiled(self, arguments: tuple) -> Any:
+        if not torch.is_grad_enabled():
+            return self._compiled(*arguments)
+        with torch.no_grad():
+            return self._compiled(*arguments)
 
     def _sizes_for(self, arguments: tuple) -> tuple[int, ...]:
         if not self.signature.rows:
