@@ -16,6 +16,8 @@ inline constexpr int kConsumerThreads = kGroups * kGroupThreads;
 inline constexpr int kProducerWarps = 4;
 inline constexpr int kThreads = kConsumerThreads + 32 * kProducerWarps;
 inline constexpr int kTokensPerProducer = kTileTokens / kProducerWarps;
+// Named barriers: one for each group from 1 on.
+inline constexpr int kGroupBarrier = 1;
 
 template <int kLayout>
 struct SharedMemory {
@@ -32,10 +34,12 @@ struct SharedMemory {
   uint8_t valid[kStages][kProducerWarps];  // a bit for each token of a tile
   uint64_t full[kStages];
   uint64_t empty[kStages];
+  uint64_t handed;
 
-  // What a group hands to the other, over tiles that are no longer needed.
+  // What a group hands to the other, over scores that are no longer needed.
   TSM_DEVICE float4* handed_over(int group) {
-    return reinterpret_cast<float4*>(&tiles[0][0]) + group * 8 * kGroupThreads;
+    static_assert(sizeof(scores[0]) >= 8 * kGroupThreads * sizeof(float4));
+    return &scores[group][0][0][0][0];
   }
 };
 
@@ -78,9 +82,12 @@ TSM_DEVICE void produce(const AttendParams& p, const Part<kTileTokens>& part, Sh
       fence_async_proxy();
       __syncwarp();
     }
+    // Every lane arrives, here and where a tile is given back: racecheck does not follow one that arrives for its warp.
     if (lane == 0) {
       shared.valid[stage][warp] = static_cast<uint8_t>(valid);
       barrier_arrive_expecting(full, __popc(valid) * R::kBytes);
+    } else {
+      barrier_arrive(full);
     }
     __syncwarp();
     if (lane < kTokensPerProducer && present) {
@@ -109,7 +116,7 @@ TSM_DEVICE void load_query(const AttendParams& p, const Part<kTileTokens>& part,
     // One unit for a head, whichever warp has which chunk.
     float (&peaks)[2][8][kChunks] = shared.query_peaks[group];
     if (lane.quad == 0) peaks[0][lane.row][chunk] = raw[0].peak, peaks[1][lane.row][chunk] = raw[1].peak;
-    named_barrier(1 + group, kGroupThreads);
+    named_barrier(kGroupBarrier + group, kGroupThreads);
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       const float4 x = *reinterpret_cast<const float4*>(peaks[half][lane.row]);
@@ -225,7 +232,7 @@ struct Consumer {
   TSM_DEVICE void step(ScoredTile<kLayout>& tile, Softmax& softmax, ChunkSums& sums) {
     ScoredTile<kLayout> next;
     if constexpr (kHasNext) next = wait_for_tile();
-    named_barrier(1 + group, kGroupThreads);
+    named_barrier(kGroupBarrier + group, kGroupThreads);
     sum_over_chunks(shared.scores[group][buffer], chunk, lane, tile.scores);
     buffer ^= 1;
     mask_absent(*reinterpret_cast<const uint32_t*>(shared.valid[tile.stage]), lane, tile.scores);
@@ -244,8 +251,7 @@ struct Consumer {
     softmax.sum[1] += total[1] * kSumFactor;
     if constexpr (kHasNext) publish(next);
     add_values<kLayout>(tile.records, weights, chunk, lane, sums);
-    __syncwarp();
-    if (lane.index == 0) barrier_arrive(shared_address(&shared.empty[tile.stage]));
+    barrier_arrive(shared_address(&shared.empty[tile.stage]));
     if constexpr (kHasNext) tile = next;
   }
 
@@ -270,18 +276,20 @@ TSM_DEVICE Merged merge_groups(int group, int chunk, const Lane& lane, const Sof
                                SharedMemory<kLayout>& shared) {
   const float sum[2] = {quad_sum(softmax.sum[0]), quad_sum(softmax.sum[1])};
   const int thread = threadIdx.x % kGroupThreads;
-  named_barrier(kGroups + 1, kConsumerThreads);  // both groups have read their last tile
-  float4* given = shared.handed_over(group ^ 1) + thread;
+  named_barrier(kGroupBarrier + group, kGroupThreads);  // the group has read its last scores
+  float4* given = shared.handed_over(group) + thread;
 #pragma unroll
   for (int ch = 0; ch < 8; ++ch) {
     given[ch * kGroupThreads] = make_float4(sums[2 * ch][2], sums[2 * ch + 1][2], sums[2 * ch][3], sums[2 * ch + 1][3]);
   }
   if (lane.quad == 0) {
-    shared.group_state[group ^ 1][chunk][lane.row] = make_float2(softmax.reference[1], sum[1]);
+    shared.group_state[group][chunk][lane.row] = make_float2(softmax.reference[1], sum[1]);
   }
-  named_barrier(kGroups + 1, kConsumerThreads);
+  // racecheck follows this one, and no named barrier of both groups.
+  barrier_arrive(shared_address(&shared.handed));
+  barrier_wait(shared_address(&shared.handed), 0);
 
-  const float2 other = shared.group_state[group][chunk][lane.row];
+  const float2 other = shared.group_state[group ^ 1][chunk][lane.row];
   const float reference = fmaxf(softmax.reference[0], other.x);
   const float own_share = exp2_fast(softmax.reference[0] - reference), other_share = exp2_fast(other.x - reference);
   const float total = own_share * sum[0] + other_share * other.y;
@@ -291,7 +299,7 @@ TSM_DEVICE Merged merge_groups(int group, int chunk, const Lane& lane, const Sof
   const float own_factor = own_share * inverse, other_factor = other_share * inverse;
 
   Merged merged;
-  const float4* received = shared.handed_over(group) + thread;
+  const float4* received = shared.handed_over(group ^ 1) + thread;
 #pragma unroll
   for (int ch = 0; ch < 8; ++ch) {
     const float4 x = received[ch * kGroupThreads];
@@ -352,9 +360,10 @@ __global__ void __launch_bounds__(kThreads, 1) attend_kernel(const __grid_consta
   auto& shared = *reinterpret_cast<SharedMemory<kLayout>*>(dynamic_shared_memory());
   if (threadIdx.x == 0) {
     for (int i = 0; i < SharedMemory<kLayout>::kStages; ++i) {
-      barrier_init(shared_address(&shared.full[i]), kProducerWarps);
-      barrier_init(shared_address(&shared.empty[i]), kChunks);
+      barrier_init(shared_address(&shared.full[i]), 32 * kProducerWarps);
+      barrier_init(shared_address(&shared.empty[i]), kGroupThreads);
     }
+    barrier_init(shared_address(&shared.handed), kConsumerThreads);
     fence_barrier_init();
   }
   launch_dependents();

@@ -73,7 +73,7 @@ struct WideConsumer {
   int stage = 0;
 
   TSM_DEVICE WideConsumer(Shared& shared)
-      : shared(shared), half(threadIdx.x / kWarpgroupThreads), warp(threadIdx.x / 32 % kWarpgroupWarps) {}
+      : shared(shared), half(of_warp(threadIdx.x / kWarpgroupThreads)), warp(threadIdx.x / 32 % kWarpgroupWarps) {}
 
   TSM_DEVICE int head_of(int h) const { return 16 * warp + lane.row + 8 * h; }
 
@@ -85,29 +85,24 @@ struct WideConsumer {
     }
   }
 
-  // The columns of this warpgroup's half of the latents, from `column` on.
-  template <int kColumns>
-  TSM_DEVICE void multiply_latents(int column, WideScores& scores) const {
-    const uint32_t queries = shared_address(shared.queries[half * kHalfColumns]);
-    const uint32_t keys = shared_address(shared.tiles[stage][half * kHalfColumns]);
-#pragma unroll
-    for (int i = 0; i < kColumns * kColumnSteps; ++i) {
-      const int at = column + i / kColumnSteps, step = i % kColumnSteps;
-      multiply_keys_64<Latent>(scores, along_rows(queries, at * kQueryColumnBytes, step),
-                               along_rows(keys, at * kTileColumnBytes, step), i > 0);
-    }
+  // A step of a column of this warpgroup's half of the latents.
+  TSM_DEVICE static void multiply_latents(const AlongRows& queries, const AlongRows& keys, int column, int step,
+                                          bool accumulate, WideScores& scores) {
+    multiply_keys_64<Latent>(scores, queries.at(column * kQueryColumnBytes, step),
+                             keys.at(column * kTileColumnBytes, step), accumulate);
   }
 
   // This warpgroup's half of the RoPE part.
   TSM_DEVICE void multiply_rope(WideScores& scores, bool accumulate) const {
     constexpr int kSteps = kColumnSteps / 2;
-    const uint32_t queries = shared_address(shared.queries[kRopeColumn]) + half * kSteps * kStepBytes;
-    const uint32_t keys = shared_address(shared.tiles[stage][kRopeColumn]) + half * kSteps * kStepBytes;
+    const int offset = half * kSteps * kStepBytes;
+    const AlongRows queries(shared_address(shared.queries[kRopeColumn]) + offset);
+    const AlongRows keys(shared_address(shared.tiles[stage][kRopeColumn]) + offset);
 #pragma unroll
     for (int i = 0; i < WideQuery<kLayout, QueryT>::kRopeTerms * kSteps; ++i) {
       const int term = i / kSteps, step = i % kSteps;
-      multiply_keys_64<typename Tile::Rope>(scores, along_rows(queries, term * kQueryColumnBytes, step),
-                                            along_rows(keys, 0, step), accumulate || i > 0);
+      multiply_keys_64<typename Tile::Rope>(scores, queries.at(term * kQueryColumnBytes, step), keys.at(0, step),
+                                            accumulate || i > 0);
     }
   }
 
@@ -141,32 +136,34 @@ struct WideConsumer {
   // This warpgroup's part of the scores, in units of `factor`.
   TSM_DEVICE void score(WideScores& scores) const {
     constexpr bool kRopeAfterScale = Tile::kChunkScales && kBf16Rope;
+    const AlongRows queries(shared_address(shared.queries[half * kHalfColumns]));
+    const AlongRows keys(shared_address(shared.tiles[stage][half * kHalfColumns]));
     WideScores more;
     products_fence();
-    if constexpr (Tile::kChunkScales) {
-      multiply_latents<kHalfColumns / 2>(0, scores);
-      products_commit();
-      multiply_latents<kHalfColumns / 2>(kHalfColumns / 2, more);
-    } else {
-      multiply_latents<kHalfColumns>(0, scores);
-      if constexpr (kBf16Rope) multiply_rope(scores, true);
-      if constexpr (Tile::kRopeScale) multiply_rope(more, false);
+#pragma unroll
+    for (int i = 0; i < kHalfColumns * kColumnSteps; ++i) {
+      // Chunks by turns, where each has scales of its own: a product waits for the last that has the same sums.
+      constexpr int kSums = Tile::kChunkScales ? 2 : 1;
+      const int chunk = i % kSums, column = chunk * (kHalfColumns / kSums) + i / kSums / kColumnSteps;
+      multiply_latents(queries, keys, column, i / kSums % kColumnSteps, i >= kSums, chunk == 0 ? scores : more);
     }
+    if constexpr (kBf16Rope && !kRopeAfterScale) multiply_rope(scores, true);
+    if constexpr (Tile::kRopeScale) multiply_rope(more, false);
     products_commit();
-    products_wait<Tile::kChunkScales>();
+    products_wait<0>();
     pin(scores);
+    if constexpr (Tile::kChunkScales || Tile::kRopeScale) pin(more);
     if constexpr (R::kHasScale) scale_scores(scale_row(), scores);
+    if constexpr (Tile::kChunkScales) add_scaled(scale_row() + 1, more, 1.0f, 1.0f, scores);
+    if constexpr (Tile::kRopeScale) add_scaled(Tile::kScaleRows, more, rope_factor[0], rope_factor[1], scores);
     if constexpr (kRopeAfterScale) {
       pin(scores);
       products_fence();
       multiply_rope(scores, true);
       products_commit();
+      products_wait<0>();
+      pin(scores);
     }
-    products_wait<0>();
-    if constexpr (kRopeAfterScale) pin(scores);
-    if constexpr (Tile::kChunkScales || Tile::kRopeScale) pin(more);
-    if constexpr (Tile::kChunkScales) add_scaled(scale_row() + 1, more, 1.0f, 1.0f, scores);
-    if constexpr (Tile::kRopeScale) add_scaled(Tile::kScaleRows, more, rope_factor[0], rope_factor[1], scores);
   }
 
   // Adds the other warpgroup's part: the same bits in both. A thread writes where it has read a tile before.
@@ -276,16 +273,16 @@ struct WideConsumer {
 
   TSM_DEVICE void add_values(const WideWeights& weights, WideSums& sums) const {
     constexpr int kChunkColumns = kLatentColumns / kChunks, kChunkBlocks = kChunkLatents / 8;
-    const uint32_t values = shared_address(shared.tiles[stage][half * kHalfColumns]);
+    const AcrossRows values(shared_address(shared.tiles[stage][half * kHalfColumns]));
     pin(sums);
     products_fence();
 #pragma unroll
     for (int term = 0; term < R::kWeightTerms; ++term) {
 #pragma unroll
       for (int step = 0; step < kWideSteps; ++step) {
-        multiply_values_64<Latent, 0>(sums, weights[term][step], across_rows(values, 0, step));
+        multiply_values_64<Latent, 0>(sums, weights[term][step], values.at(0, step));
         multiply_values_64<Latent, kChunkBlocks>(sums, weights[Tile::kChunkScales ? 1 : term][step],
-                                                 across_rows(values, kChunkColumns * kTileColumnBytes, step));
+                                                 values.at(kChunkColumns * kTileColumnBytes, step));
       }
     }
     products_commit();

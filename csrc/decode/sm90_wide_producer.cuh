@@ -43,8 +43,8 @@ struct WideSharedMemory {
 // One warp's tokens of every tile: a pair of each eight, so that a lane's rows are all permuted alike, and the tokens
 // of a lane of the scores are one warp's.
 //
-// bf16 numbers are copied as they are. Codes come to registers, those of a tile's first pairs while the tile before is
-// unpacked.
+// Records come to L2 a tile ahead. bf16 numbers are copied as they are. Codes come to registers, those of a tile's first
+// pairs while its stage is waited for.
 template <int kLayout, class Shared>
 struct Unpacker {
   using R = Records<kLayout>;
@@ -54,16 +54,13 @@ struct Unpacker {
   static constexpr bool kCopiesRope = R::kRope == Storage::kBf16;
   static constexpr bool kUnpacksRope = R::kRope == Storage::kE4m3;
   // Pairs whose latents are on their way at a time: as many as registers hold.
-  static constexpr int kAhead = R::kLatent == Storage::kE4m3 && kCopiesRope ? 3 : 4;
-  static_assert(kAhead < kPairs && kPairs <= 2 * kAhead);
+  static constexpr int kAhead = kPairs / 2;
+  static_assert(kPairs == 2 * kAhead);
   static constexpr int kUnitsOfLatents = kLatentDim / 8;
   // Lanes that share a token's RoPE part, and loads of it for all pairs.
   static constexpr int kRopeLanes = kRopeDim / 8;
   static constexpr int kRopeLoads = kPairs * 2 * kRopeLanes / 32;
   static_assert(kTokensPerUnpacker * kRopeLanes % 32 == 0);
-  // What is copied, but for scales, which lie beside codes: all of a record, its end or nothing.
-  static constexpr int kCopiedOffset = kCopiesLatents ? 0 : kCopiesRope ? R::kRopeOffset : R::kBytes;
-
   // Latents that are copied have no codes: of any type, and unused.
   using Latents = PackedLatents<kCopiesLatents ? Storage::kE4m3 : R::kLatent>[2];
   struct Codes {
@@ -113,11 +110,11 @@ struct Unpacker {
   }
 
   // To L2, with the line that the last byte lies in.
-  TSM_DEVICE void prefetch_copied(const uint8_t* record) const {
+  TSM_DEVICE static void prefetch(const uint8_t* record) {
     if (record == nullptr) return;
 #pragma unroll
-    for (int at = kCopiedOffset; at < R::kBytes; at += 128) prefetch_to_l2(record + at);
-    if constexpr (kCopiedOffset < R::kBytes) prefetch_to_l2(record + R::kBytes - 1);
+    for (int at = 0; at < R::kBytes; at += 128) prefetch_to_l2(record + at);
+    prefetch_to_l2(record + R::kBytes - 1);
   }
 
   TSM_DEVICE void copy_latents(uint32_t tile, const uint8_t* record) const {
@@ -179,7 +176,7 @@ struct Unpacker {
     if (source != nullptr) codes.rope[i].load(source + R::kRopeOffset, lane % kRopeLanes);
   }
 
-  // Of the first tile.
+  // All codes of a tile but the later pairs' latents.
   TSM_DEVICE void load_codes(const uint8_t* record, Codes& codes) const {
     if constexpr (!kCopiesLatents) {
 #pragma unroll
@@ -191,26 +188,17 @@ struct Unpacker {
     }
   }
 
-  // Unpacks a tile, and has what it held replaced by the next one's.
-  TSM_DEVICE void store_codes(uint32_t tile, const uint8_t* record, const uint8_t* next_record, Codes& codes) const {
+  TSM_DEVICE void store_codes(uint32_t tile, const uint8_t* record, Codes& codes) const {
     if constexpr (!kCopiesLatents) {
 #pragma unroll
       for (int pair = 0; pair < kPairs; ++pair) {
-        Latents& place = codes.latents[pair % kAhead];
-        store_pair(tile, pair, place);
-        if (pair + kAhead < kPairs) {
-          load_pair(record, pair + kAhead, place);
-        } else {
-          load_pair(next_record, pair % kAhead, place);
-        }
+        store_pair(tile, pair, codes.latents[pair % kAhead]);
+        if (pair < kAhead) load_pair(record, pair + kAhead, codes.latents[pair]);
       }
     }
     if constexpr (kUnpacksRope) {
 #pragma unroll
-      for (int i = 0; i < kRopeLoads; ++i) {
-        store_shared(rope_target(tile, i), codes.rope[i].unpack().words);
-        load_rope(next_record, i, codes);
-      }
+      for (int i = 0; i < kRopeLoads; ++i) store_shared(rope_target(tile, i), codes.rope[i].unpack().words);
     }
   }
 
@@ -223,44 +211,49 @@ struct Unpacker {
     return scale != 0.0f ? scale : 1.0f;
   }
 
+  // Copies what is copied of a tile, and writes what is known of its tokens.
+  TSM_DEVICE void fill_in(int stage, const uint8_t* record, float scale) const {
+    const uint32_t target = shared_address(shared.tiles[stage]);
+    if constexpr (kCopiesLatents) copy_latents(target, record);
+    if constexpr (kCopiesRope) copy_rope(target, record);
+    const uint32_t valid = __ballot_sync(~0u, record != nullptr);
+    if (lane == 0) shared.valid[stage][warp] = static_cast<uint16_t>(valid);
+    if (lane >= kTokensPerUnpacker) return;
+    const int token = token_of(lane);
+    if constexpr (Tile::kChunkScales) {
+#pragma unroll
+      for (int i = 0; i < kChunks; ++i) {
+        copy<4>(shared_address(&shared.scales[stage][i][token]), record, R::kScaleOffset + 4 * i);
+      }
+    } else if constexpr (R::kHasScale) {
+      shared.scales[stage][0][token] = scale;
+    }
+    if constexpr (Tile::kRopeScale) {
+      copy<4>(shared_address(&shared.scales[stage][Tile::kScaleRows][token]), record, R::kRopeScaleOffset);
+    }
+  }
+
   TSM_DEVICE void run() {
     const uint8_t* record = find(take_slot());
     uint32_t next = take_slot();
-    Codes codes;
-    load_codes(record, codes);
     for (int tile = 0; tile < tiles; ++tile) {
       const int stage = tile % kWideStages;
-      const uint32_t target = shared_address(shared.tiles[stage]);
-      const uint8_t* next_record = find(next);
-      next = take_slot();
-      prefetch_copied(next_record);
+      // Loads begin behind the fence of the tile before, which would wait for them.
+      Codes codes;
+      load_codes(record, codes);
       float scale = 0.0f;
       if constexpr (R::kHasScale && !Tile::kChunkScales) scale = token_scale(record);
+      const uint8_t* next_record = find(next);
+      next = take_slot();
+      prefetch(next_record);
       barrier_wait(shared_address(&shared.empty[stage]), (tile / kWideStages + 1) % 2);
-      if constexpr (kCopiesLatents) copy_latents(target, record);
-      if constexpr (kCopiesRope) copy_rope(target, record);
-      const uint32_t valid = __ballot_sync(~0u, record != nullptr);
-      if (lane == 0) shared.valid[stage][warp] = static_cast<uint16_t>(valid);
-      if (lane < kTokensPerUnpacker) {
-        const int token = token_of(lane);
-        if constexpr (Tile::kChunkScales) {
-#pragma unroll
-          for (int i = 0; i < kChunks; ++i) {
-            copy<4>(shared_address(&shared.scales[stage][i][token]), record, R::kScaleOffset + 4 * i);
-          }
-        } else if constexpr (R::kHasScale) {
-          shared.scales[stage][0][token] = scale;
-        }
-        if constexpr (Tile::kRopeScale) {
-          copy<4>(shared_address(&shared.scales[stage][Tile::kScaleRows][token]), record, R::kRopeScaleOffset);
-        }
-      }
-      store_codes(target, record, next_record, codes);
-      record = next_record;
+      fill_in(stage, record, scale);
+      store_codes(shared_address(shared.tiles[stage]), record, codes);
       wait_for_words();
       fence_async_proxy();
       __syncwarp();
       if (lane == 0) barrier_arrive(shared_address(&shared.full[stage]));
+      record = next_record;
     }
   }
 };

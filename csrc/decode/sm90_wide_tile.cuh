@@ -32,24 +32,38 @@ static_assert(kQueryColumnBytes % kSwizzleBytes == 0 && kTileColumnBytes % kSwiz
 // Where the 16-byte unit `unit` of row `row` lies in a column.
 TSM_DEVICE uint32_t swizzled_offset(int row, int unit) { return row * kRowBytes + ((unit ^ row % 8) << 4); }
 
-// The operand that begins `offset` bytes from `address`, a column's or in one. Its groups of eight rows follow one
-// another; from 64 numbers of a row to the next 64, where the operand has so many, there are `column_bytes`.
-TSM_DEVICE uint64_t operand(uint32_t address, int offset, int column_bytes) {
-  constexpr uint32_t kSwizzled = 1u << 30 | kSwizzleBytes >> 4;
-  // Addresses have 18 bits, and no operand reaches beyond them.
-  const uint32_t low = (address >> 4) + (column_bytes >> 4 << 16) + (offset >> 4);
-  return static_cast<uint64_t>(kSwizzled) << 32 | low;
-}
+// A value that all lanes of a warp share, as the compiler then knows: descriptors are worked out once for a warp.
+TSM_DEVICE uint32_t of_warp(uint32_t x) { return __shfl_sync(~0u, x, 0); }
 
-// An operand whose summed dimension is numbers 16 * step on of a column.
-TSM_DEVICE uint64_t along_rows(uint32_t address, int offset, int step) {
-  return operand(address, offset + kStepBytes * step, 16);
-}
+// Operands that begin some bytes from `address`, a column's or in one. Their groups of eight rows follow one another;
+// from 64 numbers of a row to the next 64, where an operand has so many, there are `column_bytes`.
+class Operands {
+ public:
+  TSM_DEVICE Operands(uint32_t address, int column_bytes) : low_(of_warp((address >> 4) + (column_bytes >> 4 << 16))) {}
 
-// An operand whose summed dimension is tokens 16 * step on, of two columns of a tile.
-TSM_DEVICE uint64_t across_rows(uint32_t address, int offset, int step) {
-  return operand(address, offset + 16 * kRowBytes * step, kTileColumnBytes);
-}
+  TSM_DEVICE uint64_t at(int offset) const {
+    constexpr uint32_t kSwizzled = 1u << 30 | kSwizzleBytes >> 4;
+    // Addresses have 18 bits, and no operand reaches beyond them.
+    return static_cast<uint64_t>(kSwizzled) << 32 | (low_ + (offset >> 4));
+  }
+
+ private:
+  uint32_t low_;
+};
+
+// Those whose summed dimension runs along rows: numbers 16 * step on of a column.
+struct AlongRows : Operands {
+  TSM_DEVICE explicit AlongRows(uint32_t address) : Operands(address, 16) {}
+
+  TSM_DEVICE uint64_t at(int offset, int step) const { return Operands::at(offset + kStepBytes * step); }
+};
+
+// Those whose summed dimension runs across rows: tokens 16 * step on, of two columns of a tile.
+struct AcrossRows : Operands {
+  TSM_DEVICE explicit AcrossRows(uint32_t address) : Operands(address, kTileColumnBytes) {}
+
+  TSM_DEVICE uint64_t at(int offset, int step) const { return Operands::at(offset + 16 * kRowBytes * step); }
+};
 
 // ---- records
 

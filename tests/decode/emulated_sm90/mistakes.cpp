@@ -42,15 +42,16 @@ void multiply_once(Mistake mistake) {
   if (mistake == kWordNotFenced) wait_for_words();
   __syncthreads();
   float sums[16][4] = {};
-  uint64_t queries = along_rows(kQueries, 0, 1), keys = along_rows(kKeys, 0, 1);
+  uint64_t queries = AlongRows(kQueries).at(0, 1), keys = AlongRows(kKeys).at(0, 1);
+  const uint64_t other_keys = AlongRows(kKeys).at(0, 2);
   if (mistake == kNoSwizzle) queries &= ~(uint64_t{3} << 62);
-  if (mistake == kOffRow) queries = along_rows(kQueries + 128, 0, 1);
+  if (mistake == kOffRow) queries = AlongRows(kQueries + 128).at(0, 1);
   if (mistake == kOddGroups) keys += uint64_t{1} << 32;
-  if (mistake == kThreadsDisagree && threadIdx.x == 77) keys = along_rows(kKeys, 0, 2);
-  if (mistake == kBeyondMemory) keys = along_rows(kBytes - 1024, 0, 1);
+  if (mistake == kThreadsDisagree && threadIdx.x == 77) keys = other_keys;
+  if (mistake == kBeyondMemory) keys = AlongRows(kBytes - 1024).at(0, 1);
   if (mistake != kNoFence) products_fence();
   if (mistake == kOffColumn) {
-    multiply_values_64<__half, 0>(sums, {0, 0, 0, 0}, across_rows(kKeys + kStepBytes, 0, 0));
+    multiply_values_64<__half, 0>(sums, {0, 0, 0, 0}, AcrossRows(kKeys + kStepBytes).at(0, 0));
   } else {
     multiply_keys_64<__half>(reinterpret_cast<float (&)[6][4]>(sums), queries, keys, false);
   }
