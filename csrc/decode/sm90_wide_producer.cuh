@@ -43,8 +43,8 @@ struct WideSharedMemory {
 // One warp's tokens of every tile: a pair of each eight, so that a lane's rows are all permuted alike, and the tokens
 // of a lane of the scores are one warp's.
 //
-// Records come to L2 a tile ahead. bf16 numbers are copied as they are. Codes come to registers, those of a tile's first
-// pairs while its stage is waited for.
+// Records come to L2 a tile ahead. bf16 numbers are copied as they are. Codes come to registers, those of a tile's
+// first pairs while its stage is waited for.
 template <int kLayout, class Shared>
 struct Unpacker {
   using R = Records<kLayout>;
