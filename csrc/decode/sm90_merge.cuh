@@ -8,7 +8,7 @@ namespace torch_sparse_mla::sm90 {
 inline constexpr int kMergeThreads = 128;
 inline constexpr int kMergeLatents = 8;  // of one thread
 inline constexpr int kMergeLoads = 4;    // of one thread before it uses the first
-// With 56 registers a thread, a block fits beside a block of the attention kernel: it waits there for its turn.
+// Of a multiprocessor at a time, as registers go.
 inline constexpr int kMergeBlocks = 9;
 
 struct MergeParams {

@@ -72,8 +72,8 @@ void launch(void (*kernel)(Params), int64_t blocks, int threads, size_t shared_b
   check_cuda(cudaLaunchKernelEx(&config, kernel, params), "kernel launch");
 }
 
-// The driver loads a kernel when it is first asked about, which is not allowed while a graph is being captured: the
-// merge kernels that this call may not need, another may.
+// The driver loads a kernel when it is first asked about, which not every driver does while a graph is being captured:
+// the merge kernels that this call may not need, another may.
 void load_merge_kernels() {
   cudaFuncAttributes attributes;
   for (const auto kernel : {sm90::merge_kernel<1>, sm90::merge_kernel<2>, sm90::merge_kernel<8>}) {

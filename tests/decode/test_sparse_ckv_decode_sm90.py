@@ -463,6 +463,6 @@ assert_accurate(case, moved.out.cpu(), moved.lse.cpu(), 3e-3)
 
 @pytest.mark.gpu
 def test_the_first_call_in_a_form_may_be_captured():
-    """Warming up loads the kernels of every form, whichever it runs."""
+    """Once warmed up, with kernels that no call has run yet."""
     result = run_python(FIRST_CALL_CAPTURED, CUDA_MODULE_LOADING="LAZY")
     assert result.returncode == 0, result.stderr
