@@ -103,9 +103,9 @@ def test_few_heads_run_in_the_narrow_form(emulator):
     assert_same_bits(narrow, wide)
 
 
-@pytest.mark.parametrize(("rows", "form"), [(3, emulated_sm90.NARROW), (17, emulated_sm90.WIDE)])
+@pytest.mark.parametrize(("rows", "form"), [(3, emulated_sm90.NARROW), (34, emulated_sm90.WIDE)])
 def test_a_call_runs_in_the_form_that_the_model_chooses(emulator, sm90_plan, rows, form):
-    """17 rows are more blocks of 16 heads than run at once, and fewer of 64."""
+    """34 rows are more blocks of 16 heads than run in two rounds, and fewer of 64 than run in one."""
     case = make_case(rows=rows, heads=128, topk=10)
     assert sm90_plan(rows, 128, 10)[0] == form
     chosen, asked = (
