@@ -67,6 +67,16 @@ def test_bench_modes_fails_on_a_wrong_result(monkeypatch, capsys):
     assert "FAILED compiled: the result is off by" in capsys.readouterr().out
 
 
+def test_bench_modes_times_every_mode_before_it_profiles_one(monkeypatch):
+    """A profiler that has run slows all later launches down: on an H200, a replay takes the host 36 us and not 8."""
+    called = []
+    for name in ("measure", "count_launches"):
+        kept = getattr(bench_modes, name)
+        monkeypatch.setattr(bench_modes, name, lambda *given, n=name, kept=kept: called.append(n) or kept(*given))
+    assert main(["bench", "modes", *TINY]) == 0
+    assert called == ["measure", "measure", "count_launches", "count_launches"]
+
+
 def test_bench_script_writes_a_results_file(tmp_path, monkeypatch):
     monkeypatch.setattr(bench_script, "copy_tb_per_s", lambda device: 0.01)
     assert bench_script.main([*TINY, "--json", str(tmp_path), "--commit", "abc"]) == 0

@@ -4,8 +4,10 @@ Launches, host time, time of a step, memory.
 """
 
 import argparse
+import contextlib
 import statistics
 import time
+from collections.abc import Iterator
 
 import torch
 from torch.autograd import DeviceType
@@ -53,17 +55,26 @@ def measure_all(step: DecodeStep, modes: list[str]) -> list[dict]:
         expected = step.run(*step.inputs).float().clone()
     cases = []
     for name in modes:
-        made = prepare(step, name)
-        try:
+        with _prepared(step, name) as made:
             cases.append(measure(made, step.device, expected))
-        finally:
-            if made.step is not None:
-                made.step.release()
+    # Last: once a profiler has run, every launch of the process takes longer.
+    for case in cases:
+        case.update(count_launches(step, case["mode"]))
     return cases
 
 
+@contextlib.contextmanager
+def _prepared(step: DecodeStep, name: str) -> Iterator[Prepared]:
+    made = prepare(step, name)
+    try:
+        yield made
+    finally:
+        if made.step is not None:
+            made.step.release()
+
+
 def measure(made: Prepared, device: torch.device, expected: torch.Tensor) -> dict:
-    """Launches, host and device microseconds (median, least, greatest), memory, error of one mode."""
+    """Host and device microseconds (median, least, greatest), memory, error of one mode."""
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
         before = torch.cuda.memory_allocated(device)
@@ -71,20 +82,28 @@ def measure(made: Prepared, device: torch.device, expected: torch.Tensor) -> dic
         result = made.call().float()
         error = float((result - expected).norm() / expected.norm())
         host, total = _times(made, device)
-    profiler, _ = profiled(made, device, 1)
-    names = [event.name for event in profiler.events() if event.device_type == DeviceType.CPU]
-    on_device = sum(event.device_type == DeviceType.CUDA for event in profiler.events())
     statistics_ = None if made.step is None else made.step.statistics
     return {
         "mode": made.name,
-        "host_calls": sum(name.startswith(LAUNCHING) for name in names) if device.type == "cuda" else None,
-        "launches": on_device if device.type == "cuda" else None,
         "host_us": host,
         "step_us": total,
         "graph_bytes": 0 if statistics_ is None else statistics_.graph_bytes,
         "step_bytes": torch.cuda.max_memory_allocated(device) - before if device.type == "cuda" else None,
         "captured_graphs": 0 if statistics_ is None else sum(statistics_.captures.values()),
         "error": error,
+    }
+
+
+def count_launches(step: DecodeStep, name: str) -> dict[str, int | None]:
+    """Of one step in a mode: what the host launches, and what runs on the device."""
+    if step.device.type != "cuda":
+        return {"host_calls": None, "launches": None}
+    with _prepared(step, name) as made:
+        profiler, _ = profiled(made, step.device, 1)
+    names = [event.name for event in profiler.events() if event.device_type == DeviceType.CPU]
+    return {
+        "host_calls": sum(name.startswith(LAUNCHING) for name in names),
+        "launches": sum(event.device_type == DeviceType.CUDA for event in profiler.events()),
     }
 
 
