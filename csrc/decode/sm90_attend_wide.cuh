@@ -142,7 +142,7 @@ struct WideConsumer {
     products_fence();
 #pragma unroll
     for (int i = 0; i < kHalfColumns * kColumnSteps; ++i) {
-      // Chunks by turns, where each has scales of its own: a product waits for the last that has the same sums.
+      // Chunks by turns, where each has scales of its own.
       constexpr int kSums = Tile::kChunkScales ? 2 : 1;
       const int chunk = i % kSums, column = chunk * (kHalfColumns / kSums) + i / kSums / kColumnSteps;
       multiply_latents(queries, keys, column, i / kSums % kColumnSteps, i >= kSums, chunk == 0 ? scores : more);
