@@ -132,6 +132,14 @@ def test_long_lists_in_many_parts(attend, rows, batch_invariant):
     assert_accurate(case, *attend(case), 3e-3)
 
 
+def test_a_part_of_more_tiles_than_memory_holds(attend, sm90_plan):
+    """Each place in shared memory holds several tiles, one after another."""
+    rows, heads, topk = 67, attend.heads(3), 600
+    assert sm90_plan(rows, heads, topk, form=FORMS["wide" if attend.wide else "narrow"])[1] == 1
+    case = make_case(rows=rows, heads=heads, topk=topk, lengths=[600, 590] + [0] * (rows - 2), edit_indices=holes)
+    assert_accurate(case, *attend(case), 3e-3)
+
+
 @pytest.mark.parametrize("rows", [1, 2, 3, 5, 8, 13, 31, 33, 64, 66, 67, 100, 130, 133, 265])
 @pytest.mark.parametrize("heads", [16, 20])
 def test_any_number_of_rows(attend_cuda, rows, heads):

@@ -57,7 +57,7 @@ def measure_all(step: DecodeStep, modes: list[str]) -> list[dict]:
     for name in modes:
         with _prepared(step, name) as made:
             cases.append(measure(made, step.device, expected))
-    # Last: once a profiler has run, every launch of the process takes longer.
+    # Last: a profiler that has run may slow down what the process launches later.
     for case in cases:
         case.update(count_launches(step, case["mode"]))
     return cases
